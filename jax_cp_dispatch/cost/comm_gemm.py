@@ -91,22 +91,27 @@ def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware:
     Returns:
       Seconds.
     """
-    p = shape.num_ranks
+    p, chunks = shape.num_ranks, method.num_chunks
+    gemm, gathers = shape.flops / hardware.matmul_flops, shape.op == "all_gather_matmul"
+    is_ring = method.name == "RING_EXCHANGE"
     if hardware.topology == "shared_memory":
-        return _predict_shared(shape, method, hardware)
-    gemm = shape.flops / hardware.matmul_flops
+        operand = shape.m * shape.k if method.name == "PIPELINE" else shape.k * shape.n
+        packed = p * (chunks - 1) * operand * shape.itemsize
+        moved = p * shape.sent_bytes  # gathered, or read for sums
+        if is_ring and not method.copies:
+            moved = 0.0
+        elif is_ring and not gathers:
+            moved *= 2
+        copying = (packed + moved) / hardware.link_bandwidth
+        return p * shape.flops / hardware.matmul_flops + copying + hardware.link_latency * chunks
     if p == 1:
         return gemm
-    gathers = shape.op == "all_gather_matmul"
-    is_ring = method.name == "RING_EXCHANGE"
-    rounds = p - 1 if is_ring else 1
     communication = hardware.exchange_seconds(
         shape.sent_bytes / (p - 1), num_ranks=p, inside=1 if is_ring else p - 1
     )
-    communication *= rounds
+    communication *= p - 1 if is_ring else 1
     if method.name == "NONE":
         return gemm + communication
-    chunks = method.num_chunks
     chunk, latency = gemm / chunks, chunks * hardware.link_latency
     if not is_ring:
         moved = communication / chunks
@@ -116,22 +121,3 @@ def predict_comm_gemm(shape: CommGemmShape, method: CommGemmMethod, *, hardware:
     swap = communication / (p - 1) if ranks > 1 else 0.0
     tail = 0.0 if gathers else shape.sent_bytes / hardware.link_bandwidth / p
     return swap + chunk + (chunks - 1) * max(chunk, moved) + tail + latency
-
-
-def _predict_shared(shape: CommGemmShape, method: CommGemmMethod, hardware: Hardware) -> float:
-    p, chunks = shape.num_ranks, method.num_chunks
-    gathers = shape.op == "all_gather_matmul"
-    by_columns = method.name == "PIPELINE"
-    operand = shape.m * shape.k if by_columns else shape.k * shape.n
-    packed = p * (chunks - 1) * operand * shape.itemsize
-    moved = p * shape.sent_bytes  # gathered, or read for sums
-    if method.name == "RING_EXCHANGE":
-        if not method.copies:
-            moved = 0.0
-        elif not gathers:
-            moved *= 2
-    return (
-        p * shape.flops / hardware.matmul_flops
-        + (packed + moved) / hardware.link_bandwidth
-        + hardware.link_latency * chunks
-    )

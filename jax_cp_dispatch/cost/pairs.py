@@ -7,7 +7,7 @@ form for the search of the planner.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -17,7 +17,6 @@ from jax_cp_dispatch.cost.attention import (
     Hardware,
     Rows,
     StepCost,
-    Traffic,
     Workload,
     all_others,
     attention_seconds,
@@ -107,8 +106,25 @@ def rank_pairs(
     cuts = np.arange(2 * num_ranks + 1) * tokens_per_rank // 2
     block = np.arange(2 * num_ranks)
     owner = np.minimum(block, 2 * num_ranks - 1 - block) if zigzag else block // 2
-    count = _pairs_of_blocks if isinstance(mask, StaticMask) else _pairs_of_arrays
-    return count(lengths, cuts, owner, mask)
+    if not isinstance(mask, StaticMask):
+        return _pairs_of_arrays(lengths, cuts, owner, mask)
+    pairs = np.zeros((num_ranks, num_ranks))
+    sizes = np.array(lengths, np.int64)
+    ends = sizes.cumsum()
+    starts = ends - sizes
+    first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
+    inside = last == first + 1  # documents in one block, usually most of them
+    where = owner[first[inside]]
+    np.add.at(pairs, (where, where), mask.pairs_before(sizes[inside], sizes[inside]))
+    for i in np.flatnonzero((sizes > 0) & ~inside):
+        ranks = owner[first[i] : last[i]]
+        cut = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i]) - starts[i]
+        for part in range(0, len(ranks), _ROWS_AT_ONCE):
+            rows = slice(part, min(part + _ROWS_AT_ONCE, len(ranks)))
+            q = cut[rows.start : rows.stop + 1, None]
+            counted = np.diff(np.diff(mask.pairs_before(q, cut[None]), axis=0), axis=1)
+            np.add.at(pairs, (ranks[rows, None], ranks[None]), counted)
+    return pairs
 
 
 def equal_pairs(workload: Workload, hardware: Hardware) -> float:
@@ -147,47 +163,18 @@ def pairs_between_ranks(
     return pairs
 
 
-def _pairs_of_blocks(
-    lengths: Sequence[int],
-    cuts: Int64[np.ndarray, " num_cuts"],
-    owner: Int64[np.ndarray, " num_blocks"],
-    mask: Any,
-) -> Float64[np.ndarray, "num_ranks num_ranks"]:
-    """Counts the pairs of each owner's queries (rows) with each owner's keys (columns).
-
-    Args:
-      lengths: tokens of consecutive documents, from the start of the sequence.
-      cuts: the first token of each block, and the end.
-      owner: the rank that holds each block.
-      mask: which keys a query sees.
-    """
-    num_ranks = int(owner.max()) + 1
-    pairs = np.zeros((num_ranks, num_ranks))
-    sizes = np.array(lengths, np.int64)
-    ends = sizes.cumsum()
-    starts = ends - sizes
-    first, last = np.searchsorted(cuts, starts, "right") - 1, np.searchsorted(cuts, ends)
-    inside = last == first + 1  # documents in one block, usually most of them
-    where = owner[first[inside]]
-    np.add.at(pairs, (where, where), mask.pairs_before(sizes[inside], sizes[inside]))
-    for i in np.flatnonzero((sizes > 0) & ~inside):
-        ranks = owner[first[i] : last[i]]
-        cut = np.clip(cuts[first[i] : last[i] + 1], starts[i], ends[i]) - starts[i]
-        for part in range(0, len(ranks), _ROWS_AT_ONCE):
-            rows = slice(part, min(part + _ROWS_AT_ONCE, len(ranks)))
-            q = cut[rows.start : rows.stop + 1, None]
-            counted = np.diff(np.diff(mask.pairs_before(q, cut[None]), axis=0), axis=1)
-            np.add.at(pairs, (ranks[rows, None], ranks[None]), counted)
-    return pairs
-
-
 def _pairs_of_arrays(
     lengths: Sequence[int],
     cuts: Int64[np.ndarray, " num_cuts"],
     owner: Int64[np.ndarray, " num_blocks"],
-    mask: Any,
+    mask: Mask,
 ) -> Float64[np.ndarray, "num_ranks num_ranks"]:
-    """`_pairs_of_blocks` for a mask with arrays, `[1, T]`."""
+    """`rank_pairs` of a mask with arrays, `[1, T]`.
+
+    Args:
+      cuts: the first token of each block, and the end.
+      owner: the rank that holds each block.
+    """
     num_ranks = int(owner.max()) + 1
     pairs = np.zeros((num_ranks, num_ranks))
     used = sum(lengths)
@@ -241,31 +228,22 @@ def planned_steps(
         is_planned=True,
     )
     own_before = own_after = 0.0
+    kv_size = 4 if backward else None  # gradients return in float32
     if hardware.topology == "shared_memory":  # rows that stay are copied, too; all keys stay
         q = workload.q_bytes(max(0.0, own - queries.total)) if queries.total else 0.0
-        kv = workload.kv_bytes(own, itemsize=4 if backward else None)
+        kv = workload.kv_bytes(own, itemsize=kv_size)
         own_before, own_after = (q, q + kv) if backward else (q + kv, q)
-    before, after = _bytes_sent(queries, keys, workload, backward=backward)
+    # Forward, queries, keys and values are sent, and the outputs of queries return. Backward, dout
+    # is sent; dq, dk and dv return.
+    of_queries = queries.times(workload.q_bytes(1))
+    of_both = of_queries.plus(keys.times(workload.kv_bytes(1, itemsize=kv_size)))
+    before, after = (of_queries, of_both) if backward else (of_both, of_queries)
     options = all_others(n, hardware), workload, hardware
     return [
         step_cost(0.0, before, *options, own_before),
         StepCost(compute, 0.0, 0.0),
         step_cost(0.0, after, *options, own_after),
     ]
-
-
-def _bytes_sent(
-    queries: Traffic, keys: Traffic, workload: Workload, *, backward: bool
-) -> list[Traffic]:
-    """Returns the bytes sent before and after attention.
-
-    Forward, queries, keys and values are sent, and the outputs of queries return. Backward, dout is
-    sent; dq, and dk and dv in float32, return.
-    """
-    q = queries.times(workload.q_bytes(1))
-    if backward:
-        return [q, q.plus(keys.times(workload.kv_bytes(1, itemsize=4)))]
-    return [q.plus(keys.times(workload.kv_bytes(1))), q]
 
 
 def estimated_moves(workload: Workload) -> Moves:

@@ -5,10 +5,10 @@ From documents to a plan, in this order:
 1. `config`: the static choices, `PlanConfig`. `fit` finds its capacities from a sample of batches.
 2. `on_host`: `plan_attention`, which moves queries to balance a batch. `placement`: `place_tokens`,
    which puts tokens on ranks once, so that queries stay.
-3. On the host, `request` is what a plan is made of, and whether it fits; `seen_keys` is what its
-   queries see, and `csrc/planner` assigns pieces of documents to ranks. `request` lays them out in
-   rows, and lists what moves, with its metadata; `runs` says what rows see, and which documents are
-   cut. `on_host` makes a plan of these, also the fallback for a batch that does not fit.
+3. On the host, `request` is what a plan is made of: the batch, what its queries see, and pieces of
+   documents, which `csrc/planner` assigns to ranks. It lays them out in rows, lists what moves,
+   with its metadata, and says whether that fits. `runs` says what rows see, and which documents
+   are cut. `on_host` makes a plan of these, also the fallback for a batch that does not fit.
 4. `inside_jit` does the same in `jax.numpy`: it makes the arrays of a plan and their metadata.
    `blocks` cuts documents into blocks, says what they see, and assigns them to ranks within the key
    limit of the mask (replace `balance_blocks` for another planner).

@@ -62,11 +62,6 @@ class BlockGrid:
         return self.batch * self.columns
 
     @property
-    def unit(self) -> int:
-        """Largest length that divides all block lengths, and therefore all start rows of blocks."""
-        return math.gcd(self.block, self.columns)
-
-    @property
     def lengths(self) -> np.ndarray:
         """Rows of block j, int32 [J]."""
         start = self.block * np.arange(self.per_piece, dtype=np.int32)
@@ -90,11 +85,6 @@ class BlockGrid:
         short = self.per_piece * self.block - self.columns
         x = jnp.pad(x, ((0, 0), (0, 0), (0, short)), constant_values=fill)
         return x.reshape(*self.shape, self.block)
-
-    def by_rank(self, x: Shaped[Array, "..."]) -> Shaped[Array, "W S *rest"]:
-        """Reorders blocks in global order, [B * W * J, ...], into slots of ranks."""
-        x = x.reshape(*self.shape, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(self.num_ranks, self.batch * self.per_piece, *x.shape[3:])
 
 
 def block_ranges(
@@ -177,7 +167,7 @@ class Capacities(NamedTuple):
 # ---- The keys that a rank may need inside `jit`: a bound of the mask, which the assignment keeps.
 #
 # A block of queries needs whole blocks of keys, from the one with the first key that a query of it
-# sees to the one with the last. Where a mask has a reach, these are at most `_keys_of_block`.
+# sees to the one with the last. Where a mask has a reach, their number is limited: see `kv_bound`.
 
 
 def kv_bound(grid: BlockGrid, mask: Mask) -> int:
@@ -191,15 +181,13 @@ def kv_bound(grid: BlockGrid, mask: Mask) -> int:
     before, after = mask.reach
     if before is None or after is None:
         return everything
-    of_block = grid.block + _in_blocks(grid, before) + _in_blocks(grid, after)
+    of_block = grid.block
+    for reach in (before, after):  # the most rows of the blocks with so many keys beside a block
+        if grid.columns % grid.block == 0:
+            of_block += -(-reach // grid.block) * grid.block
+        elif reach:
+            of_block += reach + grid.block - 1  # blocks of unequal length
     return min(grid.batch * grid.per_piece * of_block, everything)
-
-
-def _in_blocks(grid: BlockGrid, reach: int) -> int:
-    """Returns the most rows of the blocks with the `reach` keys beside a block."""
-    if grid.columns % grid.block == 0:
-        return -(-reach // grid.block) * grid.block
-    return reach + grid.block - 1 if reach else 0  # blocks of unequal length
 
 
 class KeyLimit(NamedTuple):
@@ -314,12 +302,28 @@ def balance_blocks(
     Returns:
       The rank that computes the block.
     """
-    num_ranks = cost.shape[1]
+    num_batch, num_ranks, num_blocks = cost.shape
+    grouped = lambda x: x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)  # by rank
     home = jnp.broadcast_to(jnp.arange(num_ranks, dtype=jnp.int32)[:, None], cost.shape)
     load = cost.sum((0, 2), dtype=jnp.int32)
     mean, _ = divided(load.sum(dtype=jnp.int32) + num_ranks - 1, num_ranks)
-    given = _dearest(cost, num_rows, jnp.maximum(load - mean, 0))
-    poured = _water_fill(jnp.where(given, cost, 0), jnp.maximum(mean - load, 0))
+
+    # Each rank gives its blocks with the highest cost per row, up to its surplus.
+    per_row = grouped(cost).astype(jnp.float32)
+    per_row /= jnp.maximum(grouped(num_rows), 1).astype(jnp.float32)
+    block = lax.broadcasted_iota(jnp.int32, per_row.shape, 1)
+    _, ordered_cost, order = lax.sort((-per_row, grouped(cost), block), dimension=1, num_keys=1)
+    surplus = jnp.maximum(load - mean, 0)
+    given = (running_sum(ordered_cost) <= surplus[:, None]) & (ordered_cost > 0)
+    _, given = lax.sort((order, given), dimension=1, num_keys=1)
+    given = given.reshape(num_ranks, num_batch, num_blocks).swapaxes(0, 1)
+
+    # It goes to the rank in whose share of the concatenated deficits its middle lies.
+    flat = jnp.where(given, cost, 0).reshape(-1)
+    middle = running_sum(flat) - flat + flat // 2
+    ends = running_sum(jnp.maximum(mean - load, 0))
+    # `jnp.searchsorted` cannot be traced inside a partly manual `shard_map` in JAX 0.10.
+    poured = (ends[None] <= middle[:, None]).sum(1, dtype=jnp.int32).reshape(cost.shape)
     target = mean + (mean.astype(jnp.float32) * tolerance).astype(jnp.int32)
     limits, of_keys, held_keys = [row_limit], [], []
     if keys is not None:
@@ -332,36 +336,6 @@ def balance_blocks(
     held = jnp.stack([*sum_by_key(of_blocks, assigned, num_ranks), *held_keys])
     sizes = jnp.stack([*of_blocks, *of_keys])
     return _repair(assigned, sizes, held, limits, mean, target).reshape(cost.shape)
-
-
-def _dearest(
-    cost: Int32[Array, "B W J"], num_rows: Int32[Array, "B W J"], surplus: Int32[Array, " W"]
-) -> Bool[Array, "B W J"]:
-    """Selects each rank's blocks with the highest cost per row, up to its surplus."""
-    num_batch, num_ranks, num_blocks = cost.shape
-
-    def by_rank(x):
-        return x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)
-
-    per_row = by_rank(cost).astype(jnp.float32) / jnp.maximum(by_rank(num_rows), 1).astype(
-        jnp.float32
-    )
-    block = lax.broadcasted_iota(jnp.int32, per_row.shape, 1)
-    _, ordered_cost, order = lax.sort((-per_row, by_rank(cost), block), dimension=1, num_keys=1)
-    total = running_sum(ordered_cost)
-    given = (total <= surplus[:, None]) & (ordered_cost > 0)
-    _, given = lax.sort((order, given), dimension=1, num_keys=1)
-    return given.reshape(num_ranks, num_batch, num_blocks).swapaxes(0, 1)
-
-
-def _water_fill(cost: Int32[Array, "B W J"], deficit: Int32[Array, " W"]) -> Int32[Array, "B W J"]:
-    """Returns the rank in whose share of the concatenated deficits each block's middle lies."""
-    flat = cost.reshape(-1)
-    middle = running_sum(flat) - flat + flat // 2
-    ends = running_sum(deficit)
-    # `jnp.searchsorted` cannot be traced inside a partly manual `shard_map` in JAX 0.10.
-    rank = (ends[None] <= middle[:, None]).sum(1, dtype=jnp.int32)
-    return rank.reshape(cost.shape)
 
 
 def _repair(
@@ -442,28 +416,14 @@ def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
       mask: its arrays, if any, are `[B, T]`.
       starts: the first column of each column's document; -1 at padding.
     """
-    ranges = column_ranges(mask, starts)
-    if not isinstance(mask, StaticMask):
-        return _of_arrays(mask, starts, ranges)
-    first = jnp.where(starts >= 0, ranges.k_start, -1)
-    if mask.is_causal:
-        return SeenColumns(first)
-    pairs = ranges.k_end - ranges.k_start
-    return SeenColumns(first, ranges.k_end, pairs, run_ends(starts) - starts)
-
-
-def column_ranges(mask: Mask, starts: Int32[Array, "B T"]) -> MaskRanges:
-    """Returns what each column sees; empty at padding."""
+    ranges, live = column_ranges(mask, starts), starts >= 0
+    if isinstance(mask, StaticMask):
+        first = jnp.where(live, ranges.k_start, -1)
+        if mask.is_causal:
+            return SeenColumns(first)
+        pairs = ranges.k_end - ranges.k_start
+        return SeenColumns(first, ranges.k_end, pairs, run_ends(starts) - starts)
     num_tokens = starts.shape[1]
-    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    has_ends = not (mask.is_causal and isinstance(mask, StaticMask))
-    ends = run_ends(starts) if has_ends else None
-    ranges = mask.clipped(num_tokens).ranges(column, starts, ends)
-    return jax.tree.map(lambda x: jnp.where(starts >= 0, x, 0), ranges)
-
-
-def _of_arrays(mask: Mask, starts: Int32[Array, "B T"], ranges: MaskRanges) -> SeenColumns:
-    num_tokens, live = starts.shape[1], starts >= 0
     column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     ranges = jax.tree.map(lambda x: jnp.clip(x, 0, num_tokens).astype(jnp.int32), ranges)
     sees = ranges.k_start < ranges.k_end
@@ -475,6 +435,16 @@ def _of_arrays(mask: Mask, starts: Int32[Array, "B T"], ranges: MaskRanges) -> S
         last = running_max(jnp.where(live, last, 0))
     pairs = traced_pairs_per_query(ranges, is_causal=mask.is_causal)
     return SeenColumns(jnp.where(live, first, -1), last, pairs, ranges=ranges)
+
+
+def column_ranges(mask: Mask, starts: Int32[Array, "B T"]) -> MaskRanges:
+    """Returns what each column sees; empty at padding."""
+    num_tokens = starts.shape[1]
+    column = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    has_ends = not (mask.is_causal and isinstance(mask, StaticMask))
+    ends = run_ends(starts) if has_ends else None
+    ranges = mask.clipped(num_tokens).ranges(column, starts, ends)
+    return jax.tree.map(lambda x: jnp.where(starts >= 0, x, 0), ranges)
 
 
 def seen_by_rows(
@@ -492,41 +462,29 @@ def seen_by_rows(
       grid, capacities: sizes.
       ranks: all, in order, or one.
     """
-    start, end = _query_rows(seen, received, grid, capacities.q, ranks)
-    if seen.q_start is None:
-        return MaskRanges(start, end)
-    return MaskRanges(start, end, *_key_rows(seen, received, grid, capacities.kv, ranks))
-
-
-def _query_rows(
-    seen: MaskRanges,
-    received: Received,
-    grid: BlockGrid,
-    size: int,
-    ranks: Int32[Array, " held"],
-) -> list[Any]:
-    """Returns the keys of each received query.
-
-    The keys of a block of queries are adjacent rows: those that earlier blocks of its rank brought,
-    and those that it brings.
-    """
-    num_blocks = grid.num_blocks
+    # The keys of a block of queries are adjacent rows: those that earlier blocks of its rank
+    # brought, and those that it brings.
+    num_blocks, size = grid.num_blocks, capacities.q
     of_blocks = received.rank, received.row, received.kv_row - received.first_column
     table = jnp.zeros((num_blocks, 3), jnp.int32).at[received.block].set(jnp.stack(of_blocks, -1))
     rank, row, to_row = jnp.moveaxis(table, -1, 0)[..., None]
     held = rank - ranks[0]  # its place among these ranks
     is_held = (held >= 0) & (held < len(ranks))
     within = jnp.arange(grid.block, dtype=jnp.int32)[None]
-    sees = _by_block(seen.k_start < seen.k_end, grid, fill=False)
+    by_block = lambda x, fill: grid.split(x, fill=fill).reshape(num_blocks, grid.block)
+    sees = by_block(seen.k_start < seen.k_end, False)
     place = jnp.where(is_held & sees & (row + within < size), held * size + row + within, -1)
     place = jnp.where(place < 0, len(ranks) * size, place).reshape(-1)  # out of bounds: dropped
     rows = jnp.zeros(len(ranks) * size, jnp.int32)
-    return [
+    start, end = (
         rows.at[place]
-        .set((_by_block(x, grid, fill=0) + to_row).reshape(-1), mode="drop")
+        .set((by_block(x, 0) + to_row).reshape(-1), mode="drop")
         .reshape(len(ranks), size)
         for x in (seen.k_start, seen.k_end)
-    ]
+    )
+    if seen.q_start is None:
+        return MaskRanges(start, end)
+    return MaskRanges(start, end, *_key_rows(seen, received, grid, capacities.kv, ranks))
 
 
 def _key_rows(
@@ -571,8 +529,3 @@ def _key_rows(
         return before[held, block] + jnp.where(is_here[held, block], within, 0)
 
     return [jnp.where(is_key, rows_before(x), 0) for x in (seen.q_start, seen.q_end)]
-
-
-def _by_block(x: Array, grid: BlockGrid, *, fill: Any) -> Array:
-    """Returns the columns of each block, `[G, block]`."""
-    return grid.split(x, fill=fill).reshape(grid.num_blocks, grid.block)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from jax_cp_dispatch._arguments import check_positive, check_rows
 
@@ -35,7 +34,8 @@ class PlanConfig:
       max_q_transfers, max_kv_transfers: ranges of queries, and of keys, that one rank may send.
       max_pieces: pieces of documents that one rank may compute.
       max_cut_pieces: pieces of cut documents that one rank may hold.
-      max_linked_pieces: pieces on other ranks of the documents of which one rank holds a cut piece.
+      max_linked_pieces: pieces that other ranks may hold of the documents that are cut on one rank.
+        The rank has to know them, for layers beside attention; see `Plan.cut_pieces`.
       num_heads, num_kv_heads: heads of queries, and of keys. A plan made outside `jit` moves as few
         bytes as possible; see `query_cost` and `key_cost`. Only the ratio matters. The defaults
         suit models with 4 query heads per key head; pass those of yours.
@@ -79,8 +79,18 @@ class PlanConfig:
         check_positive(op, **values, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
         for name in set(values).intersection(ALL_CAPACITIES):
             check_rows(op, name, values[name])
-        if self.rank_speeds is not None:
-            object.__setattr__(self, "rank_speeds", _read_speeds(op, self.rank_speeds))
+        if self.rank_speeds is None:
+            return
+        try:
+            speeds = tuple(map(float, self.rank_speeds))
+        except (TypeError, ValueError, OverflowError):
+            speeds = ()
+        if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
+            raise ValueError(
+                f"{op}: rank_speeds is {self.rank_speeds!r}; it needs one positive number per "
+                "rank, or None for equal speeds."
+            )
+        object.__setattr__(self, "rank_speeds", speeds)
 
     @property
     def rows_per_block(self) -> int:
@@ -114,19 +124,6 @@ class PlanConfig:
         return all(capacity is None or capacity >= (need or 0) for capacity, need in pairs)
 
 
-def _read_speeds(op: str, given: Any) -> tuple[float, ...]:
-    try:
-        speeds = tuple(map(float, given))
-    except (TypeError, ValueError, OverflowError):
-        speeds = ()
-    if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
-        raise ValueError(
-            f"{op}: rank_speeds is {given!r}; it needs one positive number per rank, or None for "
-            "equal speeds."
-        )
-    return speeds
-
-
 def check_ranks(op: str, config: PlanConfig, world_size: int) -> None:
     """Requires constraints that match the ranks."""
     speeds, size = config.rank_speeds, config.ranks_per_node
@@ -139,17 +136,6 @@ def check_ranks(op: str, config: PlanConfig, world_size: int) -> None:
         raise ValueError(
             f"{op}: {world_size} ranks cannot be divided into nodes of ranks_per_node={size}. Pass "
             "a divisor of world_size."
-        )
-
-
-def check_traced(op: str, config: PlanConfig) -> None:
-    """Refuses constraints that plans inside `jit` do not keep."""
-    names = ("rank_speeds", "ranks_per_node")
-    given = [name for name in names if getattr(config, name) is not None]
-    if given:
-        raise ValueError(
-            f"{op}: plans made inside jit do not support {', '.join(given)} of PlanConfig. Plan "
-            "outside jit, for example in the data loader, or use their defaults."
         )
 
 

@@ -22,7 +22,6 @@ from jax_cp_dispatch._arrays import (
     sum_by_key,
     sums_before,
 )
-from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     checksums,
@@ -59,47 +58,26 @@ from jax_cp_dispatch.planning.blocks import (
     seen_by_rows,
     seen_columns,
 )
-from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig, check_traced
+from jax_cp_dispatch.planning.config import CAPACITIES, PlanConfig
 from jax_cp_dispatch.planning.plan import Plan
+from jax_cp_dispatch.planning.request import Transfers
 
-# ---- Metadata of transfers that are traced: one slot for each range that a rank sends.
+# ---- What moves: queries and keys are cut and numbered together.
 #
-# Queries and keys are cut and numbered together: each sort, gather and running sum takes time to
-# compile, so there is one for both.
+# Each sort, gather and running sum takes time to compile, so there is one for both.
 
 
-class TracedTransfers(NamedTuple):
-    """Ranges of rows that move, of queries and then of keys, in the order of the targets' rows.
-
-    Unused entries have no tokens, sender 2 W and target W.
-    """
-
-    sender: Int32[Array, " X"]  # the rank of queries, W + the rank of keys
-    target: Int32[Array, " X"]
-    source_row: Int32[Array, " X"]
-    target_row: Int32[Array, " X"]
-    tokens: Int32[Array, " X"]
-    # Of the target, with those of these queries; 0 for keys. None: all runs fit.
-    num_runs: Int32[Array, " X"] | None
-
-
-class Slots(NamedTuple):
-    """The slot of each transfer at its sender; adjacent transfers share a slot."""
-
-    slot: Int32[Array, " X"]
-    is_first: Bool[Array, " X"]  # of its slot
-    counts: Int32[Array, "2 W"]  # slots of each sender
-
-
-def list_traced(received: Received, grid: BlockGrid, size: int) -> TracedTransfers:
+def list_traced(received: Received, grid: BlockGrid) -> tuple[Transfers, Int32[Array, " X"]]:
     """Returns ranges of queries and of keys, cut where they cross from one home to the next.
 
-    Args:
-      received: what ranks receive.
-      grid: the blocks.
-      size: number of entries, at least that of the ranges after the cuts.
+    Also, for each range of queries, the runs of its target up to those of these queries; 0 for
+    keys.
     """
     num_ranks = grid.num_ranks
+    # One range of each for each block, and cuts of keys: no more than between ranks for a causal
+    # mask. Rounded up, because sums of other sizes compile to more.
+    size = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * num_ranks
+    size = -(-size // WINDOW) * WINDOW
     batch, home, start, length = places(received.block, grid)
     is_used = received.rank < num_ranks
     num_runs = received.runs_before + received.num_runs
@@ -128,72 +106,14 @@ def list_traced(received: Received, grid: BlockGrid, size: int) -> TracedTransfe
     is_used = place < total
     start = home * grid.columns
     first = jnp.maximum(first_column, start)
-    return TracedTransfers(
-        sender=jnp.where(is_used, kind + home, 2 * num_ranks),
+    transfers = Transfers(
+        source=jnp.where(is_used, kind + home, 2 * num_ranks),
         target=jnp.where(is_used, target, num_ranks),
         source_row=to_source_row + first - start,
         target_row=first + to_row,
         tokens=jnp.where(is_used, jnp.minimum(end, start + grid.columns) - first, 0),
-        num_runs=num_runs,
     )
-
-
-def by_sender(transfers: TracedTransfers, num_ranks: int) -> Slots:
-    """Numbers the slots of each sender in the order of the transfers."""
-    sender, target, source_row, target_row, tokens, _ = transfers
-    follows = (
-        (sender[1:] == sender[:-1])
-        & (target[1:] == target[:-1])
-        & (source_row[1:] == source_row[:-1] + tokens[:-1])
-        & (target_row[1:] == target_row[:-1] + tokens[:-1])
-    )
-    is_first = jnp.pad(~follows, (1, 0), constant_values=True) & (sender < 2 * num_ranks)
-    first = is_first.astype(jnp.int32)
-    (earlier,) = sums_before([first], sender, 2 * num_ranks)
-    (counts,) = sum_by_key([first], sender, 2 * num_ranks)
-    return Slots(earlier + first - 1, is_first, counts.reshape(2, num_ranks))
-
-
-def to_metadata(
-    transfers: TracedTransfers, slots: Slots, num_ranks: int, capacities: Capacities
-) -> list[Metadata]:
-    """Returns the metadata of queries and of keys; counts also contain what is in no slot.
-
-    Without its runs, a block would attend to wrong keys. It is in no slot, which the counts show.
-    """
-    sender, target, source_row, target_row, tokens, num_runs = transfers
-    has_runs = True if num_runs is None else num_runs <= capacities.pieces
-    # Sums write all: a slot's first transfer gives it all but its length, to which each adds.
-    first = (jnp.where(slots.is_first, x, 0) for x in (target + 1, target_row, source_row))
-    values = [x.astype(jnp.uint32) for x in (tokens, *first)]
-    metadata = []
-    for kind, num_slots in enumerate((capacities.q_transfers, capacities.kv_transfers)):
-        source = sender - kind * num_ranks
-        is_used = (source >= 0) & (source < num_ranks)
-        num_cells = num_ranks * num_slots
-        has_cell = is_used & has_runs & (slots.slot < num_slots)
-        cell = jnp.where(has_cell, source * num_slots + slots.slot, num_cells)
-        by_slot = [x.reshape(num_ranks, num_slots) for x in sum_by_key(values, cell, num_cells)]
-        seq_len, dst_rank, dst_offset, src_offset = by_slot
-        # By receiver and sender; the last column has the sums over senders.
-        width = num_ranks + 1
-        pair = jnp.concatenate([target * width + source, target * width + num_ranks])
-        pair = jnp.where(jnp.tile(is_used, 2), pair, num_ranks * width)
-        (received,) = sum_by_key([jnp.tile(values[0], 2)], pair, num_ranks * width)
-        received = received.reshape(num_ranks, width)
-        metadata.append(
-            Metadata(
-                dst_rank=dst_rank.astype(jnp.int32) - 1,
-                dst_offset=dst_offset,
-                seq_len=seq_len,
-                src_offset=src_offset,
-                num_recv_tokens=received,
-                num_seqs=jnp.minimum(slots.counts[kind], num_slots),
-                num_total_recv_tokens=received[:, -1],
-                world_size=num_ranks,
-            )
-        )
-    return metadata
+    return transfers, num_runs
 
 
 # ---- The two compiled stages of planning inside `jit`: blocks are assigned; then arrays are built.
@@ -207,8 +127,12 @@ class Assignment(NamedTuple):
 
     starts: Int32[Array, "B T"]  # first column of each column's document; -1: padding
     received: Received
-    transfers: TracedTransfers
-    slots: Slots
+    transfers: Transfers
+    num_runs: Int32[Array, " X"]  # see `list_traced`
+    # Of each transfer at its sender; adjacent transfers share a slot.
+    slot: Int32[Array, " X"]
+    begins_slot: Bool[Array, " X"]
+    num_slots: Int32[Array, "2 W"]  # of each sender
     begins_run: Bool[Array, "B W J block"]
     runs: Int32[Array, "B W J block"]  # that have begun in the block
     num_rows: Int32[Array, " W"]  # of queries that each rank receives
@@ -236,16 +160,6 @@ def kv_transfers_bound(grid: BlockGrid, *, is_causal: bool) -> int:
     return grid.batch * (grid.per_piece + (others if is_causal else 2 * others))
 
 
-def num_transfers_bound(grid: BlockGrid) -> int:
-    """Returns the maximum ranges of queries and keys of all ranks, after cuts at homes.
-
-    One of each for each block, and cuts of keys: no more than between ranks for a causal mask.
-    Rounded up, because sums of other sizes compile to more.
-    """
-    bound = grid.num_blocks + kv_transfers_bound(grid, is_causal=True) * grid.num_ranks
-    return -(-bound // WINDOW) * WINDOW
-
-
 @partial(jax.jit, static_argnames=("grid", "tolerance"))
 def assign(
     starts: Int32[Array, "B T"], *, grid: BlockGrid, mask: Mask, tolerance: float
@@ -261,20 +175,40 @@ def assign(
     rank = balance_blocks(cost, num_rows, row_limit=q_bound(grid), tolerance=tolerance, keys=keys)
     rank = jnp.where(live, rank, grid.num_ranks).reshape(-1)
 
-    begins = _run_begins(starts, rank, grid)
+    # A run begins at another document, and where the block before is elsewhere.
+    new: Any = run_begins(starts)
+    elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
+    is_first = jnp.arange(grid.block, dtype=jnp.int32)[None, None, None] == 0
+    begins = grid.split(new, fill=False) | elsewhere[..., None] & is_first
     runs = running_sum(begins.astype(jnp.int32))
-    num_runs = runs[..., -1]
-    received, totals = _received(rank, (first, last), (num_runs, cost), grid)
+    received, totals = _received(rank, (first, last), (runs[..., -1], cost), grid)
     num_rows, num_keys, num_runs, pairs = totals
-    transfers = list_traced(received, grid, num_transfers_bound(grid))
-    slots = by_sender(transfers, grid.num_ranks)
+
+    # Slots of each sender are numbered in the order of the transfers.
+    transfers, runs_of_transfers = list_traced(received, grid)
+    sender, target, source_row, target_row, tokens = transfers
+    follows = (
+        (sender[1:] == sender[:-1])
+        & (target[1:] == target[:-1])
+        & (source_row[1:] == source_row[:-1] + tokens[:-1])
+        & (target_row[1:] == target_row[:-1] + tokens[:-1])
+    )
+    num_senders = 2 * grid.num_ranks
+    begins_slot = jnp.pad(~follows, (1, 0), constant_values=True) & (sender < num_senders)
+    begun = begins_slot.astype(jnp.int32)
+    (earlier,) = sums_before([begun], sender, num_senders)
+    (num_slots,) = sum_by_key([begun], sender, num_senders)
+    num_slots = num_slots.reshape(2, grid.num_ranks)
     unit = jnp.ldexp(jnp.float32(1), shift)
-    needs = jnp.stack([num_rows, num_keys, *slots.counts, num_runs])
+    needs = jnp.stack([num_rows, num_keys, *num_slots, num_runs])
     return Assignment(
         starts=starts,
         received=received,
         transfers=transfers,
-        slots=slots,
+        num_runs=runs_of_transfers,
+        slot=earlier + begun - 1,
+        begins_slot=begins_slot,
+        num_slots=num_slots,
         begins_run=begins,
         runs=runs,
         num_rows=num_rows,
@@ -294,10 +228,7 @@ def build(
 
     With `rank`, `ranges` are those of this rank alone: their size grows with the tokens.
     """
-    transfers = plan.transfers
-    if capacities.pieces >= q_bound(grid):
-        transfers = transfers._replace(num_runs=None)
-    q_metadata, kv_metadata = to_metadata(transfers, plan.slots, grid.num_ranks, capacities)
+    q_metadata, kv_metadata = _to_metadata(plan, grid, capacities)
     row, position, origin, length = _runs(plan, grid, capacities)
     ranges = plan.ranges
     if ranges is not None:
@@ -368,15 +299,47 @@ def _received(
     return received, totals
 
 
-def _run_begins(
-    starts: Int32[Array, "B T"], rank: Int32[Array, " G"], grid: BlockGrid
-) -> Bool[Array, "B W J block"]:
-    """Whether a run begins: at another document, and where the block before is elsewhere."""
-    begins: Any = run_begins(starts)
-    new = grid.split(begins, fill=False)
-    elsewhere = jnp.pad(rank[1:] != rank[:-1], (1, 0), constant_values=True).reshape(grid.shape)
-    is_first = jnp.arange(grid.block, dtype=jnp.int32)[None, None, None] == 0
-    return new | elsewhere[..., None] & is_first
+def _to_metadata(plan: Assignment, grid: BlockGrid, capacities: Capacities) -> list[Metadata]:
+    """Returns the metadata of queries and of keys; counts also contain what is in no slot.
+
+    Without its runs, a block would attend to wrong keys. It is in no slot, which the counts show.
+    """
+    sender, target, source_row, target_row, tokens = plan.transfers
+    num_ranks = grid.num_ranks
+    has_runs: Any = True
+    if capacities.pieces < q_bound(grid):
+        has_runs = plan.num_runs <= capacities.pieces
+    # Sums write all: a slot's first transfer gives it all but its length, to which each adds.
+    first = (jnp.where(plan.begins_slot, x, 0) for x in (target + 1, target_row, source_row))
+    values = [x.astype(jnp.uint32) for x in (tokens, *first)]
+    metadata = []
+    for kind, num_slots in enumerate((capacities.q_transfers, capacities.kv_transfers)):
+        source = sender - kind * num_ranks
+        is_used = (source >= 0) & (source < num_ranks)
+        num_cells = num_ranks * num_slots
+        has_cell = is_used & has_runs & (plan.slot < num_slots)
+        cell = jnp.where(has_cell, source * num_slots + plan.slot, num_cells)
+        by_slot = [x.reshape(num_ranks, num_slots) for x in sum_by_key(values, cell, num_cells)]
+        seq_len, dst_rank, dst_offset, src_offset = by_slot
+        # By receiver and sender; the last column has the sums over senders.
+        width = num_ranks + 1
+        pair = jnp.concatenate([target * width + source, target * width + num_ranks])
+        pair = jnp.where(jnp.tile(is_used, 2), pair, num_ranks * width)
+        (received,) = sum_by_key([jnp.tile(values[0], 2)], pair, num_ranks * width)
+        received = received.reshape(num_ranks, width)
+        metadata.append(
+            Metadata(
+                dst_rank=dst_rank.astype(jnp.int32) - 1,
+                dst_offset=dst_offset,
+                seq_len=seq_len,
+                src_offset=src_offset,
+                num_recv_tokens=received,
+                num_seqs=jnp.minimum(plan.num_slots[kind], num_slots),
+                num_total_recv_tokens=received[:, -1],
+                world_size=num_ranks,
+            )
+        )
+    return metadata
 
 
 def _runs(plan: Assignment, grid: BlockGrid, capacities: Capacities):
@@ -422,39 +385,38 @@ _OP = "plan_attention"
 
 
 @jax.named_scope("cpd.plan")
-def rank_plan(packed: Documents, *, num_ranks: int, config: PlanConfig, rank: Any) -> Plan:
-    """`plan_attention` inside the program that follows it.
-
-    It has `ranges` for every mask, of this rank alone: for all ranks, they would be as many times
-    as large. The fingerprint has no checksums of the batch.
-
-    Args:
-      packed: of all ranks, traced.
-      rank: the index on the mesh axis.
-    """
-    mask, segment_ids, positions = packed.mask, packed.segment_ids, packed.positions
-    grid = check_shapes(_OP, segment_ids, positions, num_ranks, config)
-    check_mask_arrays(_OP, mask, segment_ids.shape)
-    check_traced(_OP, config)
-    options = {"grid": grid, "mask": mask, "config": config, "rank": rank}
-    return plan_inside(segment_ids, positions, **options)
-
-
 def plan_inside(
     segment_ids: Ids,
     positions: Ids | None,
     *,
-    grid: BlockGrid,
+    num_ranks: int,
     mask: Mask,
     config: PlanConfig,
     rank: Any = None,
 ) -> Plan:
     """Returns a plan of traced arrays.
 
-    With `rank`, the index on the mesh axis, it is that of `rank_plan`.
+    With `rank`, the index on the mesh axis, it is for the program that follows. It then has
+    `ranges` for every mask, of this rank alone: for all ranks, they would be as many times as
+    large. The fingerprint has no checksums of the batch.
     """
-    num_ranks = grid.num_ranks
-    capacities = static_capacities(grid, config, mask)
+    grid = check_shapes(_OP, segment_ids, positions, num_ranks, config)
+    check_mask_arrays(_OP, mask, segment_ids.shape)
+    names = ("rank_speeds", "ranks_per_node")
+    given = [name for name in names if getattr(config, name) is not None]
+    if given:
+        raise ValueError(
+            f"{_OP}: plans made inside jit do not support {', '.join(given)} of PlanConfig. Plan "
+            "outside jit, for example in the data loader, or use their defaults."
+        )
+    q = config.q_capacity or q_bound(grid)
+    capacities = Capacities(
+        q=q,
+        kv=config.kv_capacity or kv_bound(grid, mask),
+        q_transfers=config.max_q_transfers or grid.batch * grid.per_piece,
+        kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid, is_causal=mask.is_causal),
+        pieces=config.max_pieces or q,
+    )
     segment_ids, positions = normalize_segment_ids(_OP, segment_ids, positions)
     starts, in_order = starts_in_order(segment_ids, positions)
     fault = order_error_code(in_order, mask, starts, run_ends(starts))
@@ -464,7 +426,14 @@ def plan_inside(
             assignment = assignment._replace(ranges=column_ranges(mask, starts))
         fingerprint = order_fingerprint(fault, rank)[None, :2]
     else:
-        own = _own_checksums(segment_ids, positions, starts, mask, num_ranks)
+        if positions is None:
+            positions = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
+        own = [
+            jnp.asarray(checksums(number_ids(segment_ids), num_ranks, step=ID_STEP)),
+            jnp.asarray(place_checksums(jnp.asarray(positions), num_ranks, counts=starts >= 0)),
+        ]
+        if mask.has_arrays:
+            own.append(jnp.asarray(mask_checksums(mask, num_ranks)))
         received = assignment.received
         digest = plan_digest(config, mask.kind, received.block, received.rank)
         fingerprint = refused_at_fault(make_fingerprint(own, digest), fault)
@@ -477,24 +446,6 @@ def plan_inside(
         kv_capacity=capacities.kv,
         mask=mask.kind,
     )
-
-
-def _own_checksums(
-    segment_ids: Ids,
-    positions: Ids | None,
-    starts: Int32[Array, "B T"],
-    mask: Mask,
-    num_ranks: int,
-) -> list[Int32[Array, " W"]]:
-    """Returns the ranks' checksums; positions that are not given count from 0 in each document."""
-    if positions is None:
-        positions = jnp.arange(starts.shape[1], dtype=jnp.int32)[None] - starts
-    ids = checksums(number_ids(segment_ids), num_ranks, step=ID_STEP)
-    of_places = place_checksums(jnp.asarray(positions), num_ranks, counts=starts >= 0)
-    own = [jnp.asarray(ids), jnp.asarray(of_places)]
-    if mask.has_arrays:
-        own.append(jnp.asarray(mask_checksums(mask, num_ranks)))
-    return own
 
 
 def needs_inside_jit(
@@ -532,18 +483,6 @@ def needs_inside_jit(
         needs = assign(starts, grid=grid, **options).needs
         values = [max(int(x), 1) for x in jax.device_get(needs)]
     return dataclasses.replace(config, **dict(zip(CAPACITIES, values, strict=True)))
-
-
-def static_capacities(grid: BlockGrid, config: PlanConfig, mask: Mask) -> Capacities:
-    """Returns the configured capacities of a plan inside `jit`, by default always sufficient."""
-    q = config.q_capacity or q_bound(grid)
-    return Capacities(
-        q=q,
-        kv=config.kv_capacity or kv_bound(grid, mask),
-        q_transfers=config.max_q_transfers or grid.batch * grid.per_piece,
-        kv_transfers=config.max_kv_transfers or kv_transfers_bound(grid, is_causal=mask.is_causal),
-        pieces=config.max_pieces or q,
-    )
 
 
 def check_shapes(op: str, segment_ids, positions, world_size: int, config: PlanConfig) -> BlockGrid:

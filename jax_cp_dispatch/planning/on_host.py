@@ -1,136 +1,137 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.core
 import numpy as np
-from jaxtyping import Array, Int, Int32, Shaped
+from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arguments import check_integer, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
 from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
-from jax_cp_dispatch.documents.table import (
-    DocumentTable,
-    Row,
-    check_sizes,
-    document_table,
-    list_documents,
-)
-from jax_cp_dispatch.masks import Mask
-from jax_cp_dispatch.masks.read import check_mask_arrays, read_mask, read_mask_on_host
+from jax_cp_dispatch.documents.segment_ids import check_ids
+from jax_cp_dispatch.documents.table import Row, check_sizes, document_table, list_documents
+from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import (
-    ALL_CAPACITIES,
     CAPACITIES,
     PLACED_CAPACITIES,
     PlanConfig,
     check_fallback,
     check_ranks,
-    check_traced,
 )
-from jax_cp_dispatch.planning.inside_jit import check_shapes, plan_inside
+from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.plan import Plan
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
     Pieces,
     PlanRequest,
-    Transfers,
+    by_slot,
     check_longest_keys,
-    check_mean_queries,
     check_rank,
     home_pieces,
     lay_out,
     list_transfers,
     make_metadata,
     native_problem,
-    num_sent,
     pieces_fingerprint,
     rank_sums,
     static_sizes,
 )
-from jax_cp_dispatch.planning.runs import (
-    CutPieces,
-    cut_pieces,
-    cut_table,
-    fallback_row_ranges,
-    list_runs,
-    row_ranges,
-)
-from jax_cp_dispatch.planning.seen_keys import seen_keys
+from jax_cp_dispatch.planning.runs import cut_pieces, cut_table, row_ranges
 
 _OP = "plan_attention"
 
 
-class _Work(NamedTuple):
-    """What ranks compute, its keys, what moves, and what each rank needs, by capacity.
-
-    Queries that stay, those of a placement, do not move; some of their documents are cut.
-    """
-
-    pieces: Pieces
-    spans: Pieces
-    keys: Transfers
-    needs: dict[str, Int[np.ndarray, " W"]]
-    queries: Transfers | None = None
-    cut: CutPieces | None = None
-
-    @property
-    def largest(self) -> Int32[np.ndarray, " 5"]:
-        return np.array([x.max(initial=0) for x in self.needs.values()], np.int32)
+# What a rank would do that exceeds a capacity, of a plan that moves queries, and of a placement.
+_ACTIONS = {
+    "q_capacity": "would receive {} rows of queries",
+    "kv_capacity": "would receive {} rows of keys",
+    "max_q_transfers": "would send {} ranges of queries",
+    "max_kv_transfers": "would send {} ranges of keys",
+    "max_pieces": "would compute {} pieces",
+}
+_PLACED_ACTIONS = {
+    "max_kv_transfers": "would send {} ranges of keys",
+    "max_pieces": "would hold {} pieces",
+    "kv_capacity": "would receive {} rows",
+    "max_cut_pieces": "would hold {} pieces of cut documents",
+    "max_linked_pieces": "would share cut documents with {} pieces on other ranks",
+}
 
 
 def _make_plan(
-    request: PlanRequest,
-    work: _Work,
-    sizes: Mapping[str, int],
-    largest: Int32[np.ndarray, " 5"],
-    held: Pieces,
-    in_order: Mask | None,
+    request: PlanRequest, pieces: Pieces, spans: Pieces, in_order: Mask | None, *, is_placed: bool
 ) -> Plan:
     """Returns a plan, or its part of one rank.
 
+    Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
+
     Args:
-      sizes: the capacities.
-      largest: `Plan.largest_needs` of a rank.
-      held, in_order: see `pieces_fingerprint`.
+      pieces, spans: what ranks compute, and its keys; see `lay_out`.
+      in_order: a mask with arrays, in the order of the rows that ranks pass to attention.
+      is_placed: whether these rows are the pieces, so that queries stay.
+    Raises:
+      DoesNotFitError: a capacity of the config is too small.
     """
-    documents, num_ranks, here = request.documents, request.num_ranks, request.held
-    pieces, of_rank = work.pieces, {"num_ranks": num_ranks, "rank": request.rank}
-    slots = {"q": sizes.get("max_q_transfers", 0), "kv": sizes["max_kv_transfers"]}
-    q_capacity, q_metadata, table, num_cuts = request.num_tokens, None, None, 0
-    if work.queries is not None:
-        q_capacity = sizes["q_capacity"]
-        q_metadata = make_metadata(work.queries, num_slots=slots["q"], **of_rank)
-    if work.cut is not None:
+    documents, config, num_ranks = request.documents, request.config, request.num_ranks
+    home = home_pieces(documents, num_ranks)
+    held = pieces if is_placed else home
+    keys = list_transfers(held, spans)
+    of_ranks: Any = {"num_ranks": num_ranks, "rank": request.rank}
+    counts = lambda ranks: np.bincount(ranks, minlength=num_ranks)
+    num_keys = rank_sums(keys.target, keys.tokens, num_ranks)
+    of_pieces = counts(keys.source), counts(pieces.rank)
+    q_metadata, table = None, None
+    if is_placed:
+        cut = cut_pieces(pieces, documents.lengths, num_ranks)
+        values = num_keys, *of_pieces, cut.held, cut.linked
+        needs = dict(zip(PLACED_CAPACITIES, values, strict=True))
+        steps = {"kv_capacity": 1024, "max_cut_pieces": 4, "max_linked_pieces": 4}
+        sizes = static_sizes("place_tokens", request, needs, _PLACED_ACTIONS, steps)
+        q_capacity, least = request.num_tokens, 1
         num_cuts, num_linked = sizes["max_cut_pieces"], sizes["max_linked_pieces"]
-        table = cut_table(work.cut, num_slots=num_cuts, num_linked=num_linked, rank=request.rank)
-    has_lengths = q_metadata is None or request.needs_lengths
-    runs: Any = list_runs(
-        pieces,
-        np.bincount(pieces.rank, minlength=num_ranks),
-        num_runs=sizes["max_pieces"],
-        num_rows=q_capacity,
-        lengths=documents.lengths if has_lengths else None,
-        rank=request.rank,
-    )
-    rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[here]
-    num_rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
+        table = cut_table(cut, request.held, num_slots=num_cuts, num_linked=num_linked)
+    else:
+        queries = list_transfers(home, pieces)
+        num_queries = rank_sums(queries.target, queries.tokens, num_ranks)
+        values = num_queries, num_keys, counts(queries.source), *of_pieces
+        needs = dict(zip(CAPACITIES, values, strict=True))
+        of_blocks = 8 * min(config.rows_per_block, documents.columns // num_ranks)
+        steps = {"q_capacity": of_blocks, "kv_capacity": of_blocks}
+        sizes = static_sizes(_OP, request, needs, _ACTIONS, steps)
+        q_capacity, least, num_cuts = sizes["q_capacity"], 0, 0
+        q_metadata = make_metadata(queries, num_slots=sizes["max_q_transfers"], **of_ranks)
+    zero = np.int32(0)
+    of_runs = {
+        "run_row": (pieces.row, np.int32(q_capacity)),
+        "run_position": (pieces.start, zero),
+        "run_origin": (pieces.origin, zero),
+    }
+    reads_lengths = isinstance(request.seen, StaticMask) and not request.mask.is_causal
+    if is_placed or reads_lengths:
+        of_runs["run_length"] = documents.lengths[pieces.document], zero
+    runs: Any = by_slot(pieces.rank, of_runs, num_slots=sizes["max_pieces"], **of_ranks)
+    num_rows = rank_sums(pieces.rank, pieces.end - pieces.start, num_ranks)[request.held]
+    largest = np.array([x.max(initial=least) for x in needs.values()], np.int32)
+    rows = {"num_queries": q_capacity, "num_keys": sizes["kv_capacity"]}
     return Plan(
         q_metadata=q_metadata,
-        kv_metadata=make_metadata(work.keys, num_slots=slots["kv"], **of_rank),
+        kv_metadata=make_metadata(keys, num_slots=sizes["max_kv_transfers"], **of_ranks),
         **runs,
         cut_pieces=table,
-        ranges=row_ranges(request, pieces, work.spans, **num_rows),
-        num_rows=rows.astype(np.int32),
-        pairs_before=request.pairs(home_pieces(documents, num_ranks)),
+        ranges=row_ranges(request, pieces, spans, **rows),
+        num_rows=num_rows.astype(np.int32),
+        pairs_before=request.pairs(home),
         pairs=request.pairs(pieces),
-        largest_needs=np.tile(largest, (len(rows), 1)),
-        fingerprint=pieces_fingerprint(request, pieces, held, in_order)[here].copy(),
+        largest_needs=np.tile(largest, (len(num_rows), 1)),
+        fingerprint=pieces_fingerprint(request, pieces, held, in_order)[request.held],
         num_tokens=request.num_tokens,
         batch=documents.batch,
         q_capacity=q_capacity,
@@ -147,15 +148,11 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
     needs, so if attention uses it nevertheless, the error names them.
 
     Args:
+      request: of a config with all capacities.
       needs: of the plan with the best balance, as in `Plan.largest_needs`.
     """
-    nothing, moves = Pieces(*np.zeros((6, 0), np.int64)), Transfers(*np.zeros((5, 0), np.int64))
-    sizes = {name: getattr(request.config, name) or 1 for name in ALL_CAPACITIES}
-    work = _Work(nothing, nothing, moves, {}, moves)
-    if is_placed:
-        cut = cut_pieces(nothing, request.documents.lengths, request.num_ranks)
-        work = _Work(nothing, nothing, moves, {}, cut=cut)
-    plan = _make_plan(request, work, sizes, needs, nothing, None)
+    nothing, num_held = Pieces(*np.zeros((6, 0), np.int64)), len(request.held)
+    plan = _make_plan(request, nothing, nothing, None, is_placed=is_placed)
     needed = dict(zip(plan.capacities, needs, strict=True))
 
     def announce(metadata: Metadata, need: np.integer) -> Metadata:
@@ -164,14 +161,17 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
         total = received[:, -1].copy()
         return dataclasses.replace(metadata, num_recv_tokens=received, num_total_recv_tokens=total)
 
-    num_held, rows = len(plan.pairs), (plan.q_capacity, plan.kv_capacity)
+    # All queries see the key in row 0, and each key has all queries.
+    edges = zip(plan.ranges or (), (0, 1, 0, np.iinfo(np.int32).max), strict=False)
+    ranges = [x if x is None else np.full_like(x, edge) for x, edge in edges]
     return dataclasses.replace(
         plan,
         q_metadata=None if is_placed else announce(plan.q_metadata, needed["q_capacity"]),
         kv_metadata=announce(plan.kv_metadata, needed["kv_capacity"]),
-        ranges=fallback_row_ranges(request, num_held, num_queries=rows[0], num_keys=rows[1]),
+        ranges=MaskRanges(*ranges) if ranges else None,
         num_rows=np.full(num_held, -1, np.int32),
         pairs=plan.pairs_before,
+        largest_needs=np.tile(needs, (num_held, 1)),
         fingerprint=fallback_fingerprint(num_held, request.mask),
     )
 
@@ -179,71 +179,67 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
 def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     """Returns the plan of a batch, or its part of one rank.
 
-    Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
-
     Raises:
       DoesNotFitError: a capacity of the config is too small, and there is no fallback.
     """
-    config, columns = request.config, request.documents.columns // request.num_ranks
-    check_ranks(_OP, config, request.num_ranks)
-    home = home_pieces(request.documents, request.num_ranks)
-    work = _move_queries(request, home)
-    rows = 8 * min(config.rows_per_block, columns), request.documents.num_tokens
-    steps: Any = {
-        "q_capacity": ("would receive {} rows of queries", *rows),
-        "kv_capacity": ("would receive {} rows of keys", *rows),
-        "max_q_transfers": ("would send {} ranges of queries", 8),
-        "max_kv_transfers": ("would send {} ranges of keys", 8),
-        "max_pieces": ("would compute {} pieces", 8),
-    }
+    config, num_ranks = request.config, request.num_ranks
+    check_ranks(_OP, config, num_ranks)
     try:
         check_longest_keys(_OP, request)
-        check_mean_queries(_OP, request)
-        sizes = static_sizes(_OP, config, work.needs, steps)
+        num_queries = int(request.documents.lengths.sum())
+        mean = -(-num_queries // num_ranks)
+        if config.q_capacity is not None and config.q_capacity < mean:
+            raise DoesNotFitError(
+                f"{_OP}: {num_queries} queries are computed by {num_ranks} ranks, so a rank "
+                f"receives at least {mean} of them, but q_capacity is {config.q_capacity}. Pass "
+                f"q_capacity>={mean} or None in PlanConfig."
+            )
+        return _move_queries(request)
     except DoesNotFitError as error:
         # The search under capacities gives up balance, so its own needs would mislead.
-        free = dataclasses.replace(config, q_capacity=None, kv_capacity=None)
-        needs = _move_queries(request._replace(config=free), home).largest
+        none: dict[str, Any] = dict.fromkeys(CAPACITIES)
+        free = request._replace(config=dataclasses.replace(config, **none))
+        needs = np.asarray(_move_queries(free).largest_needs)[0]
         if fallback is None:
             needed = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
             raise DoesNotFitError(
                 f"{error} The plan with the best balance needs {', '.join(needed)}."
             ) from None
         return fallback_plan(request, needs, is_placed=False)
+
+
+def _move_queries(request: PlanRequest) -> Plan:
+    """Returns the plan of queries that `csrc/planner` assigns to ranks."""
+    documents, config = request.documents, request.config
+    limits = {
+        "columns": (documents.first % documents.columns).tolist(),
+        "columns_per_rank": documents.columns // request.num_ranks,
+        "query_cost": config.query_cost,
+        "key_cost": config.key_cost,
+        "max_queries": config.q_capacity,
+        "max_keys": config.kv_capacity,
+        "wanted_piece": config.rows_per_block,
+    }
+    assigned = native.move_queries(native_problem(native.QueryProblem, [request], limits))
+    pieces, spans = lay_out(assigned.astype(np.int64), request)
     in_order = request.mask if request.mask.has_arrays else None
-    return _make_plan(request, work, sizes, work.largest, home, in_order)
+    return _make_plan(request, pieces, spans, in_order, is_placed=False)
 
 
-def _move_queries(request: PlanRequest, home: Pieces) -> _Work:
-    documents, config, num_ranks = request.documents, request.config, request.num_ranks
-    problem = native_problem(
-        native.QueryProblem,
-        request,
-        {
-            "columns": (documents.first % documents.columns).tolist(),
-            "columns_per_rank": documents.columns // num_ranks,
-            "query_cost": config.query_cost,
-            "key_cost": config.key_cost,
-            "max_queries": config.q_capacity,
-            "max_keys": config.kv_capacity,
-            "wanted_piece": config.rows_per_block,
-        },
-    )
-    assigned = native.move_queries(problem)
-    pieces, spans = lay_out(assigned.astype(np.int64), request.seen)
-    queries, keys = (list_transfers(home, x) for x in (pieces, spans))
-    needs = (
-        *(rank_sums(x.target, x.tokens, num_ranks) for x in (queries, keys)),
-        *(num_sent(x, num_ranks) for x in (queries, keys)),
-        np.bincount(pieces.rank, minlength=num_ranks),
-    )
-    return _Work(pieces, spans, keys, dict(zip(CAPACITIES, needs, strict=True)), queries)
+def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Plan:
+    """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
+
+    With `request.rank`, the plan is the part of that rank. `in_order` is a mask with arrays, in
+    placed order; None for others.
+    """
+    order = np.lexsort((held.start, held.document, held.rank))
+    assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
+    return _make_plan(request, *lay_out(assigned, request, held), in_order, is_placed=True)
 
 
 # ---- `plan_attention`: plans attention of packed documents, on the host or inside a program.
 
 
-@jax.named_scope("cpd.plan")
 def plan_attention(
     segment_ids: Shaped[Array | np.ndarray, "..."] | None = None,
     positions: Shaped[Array | np.ndarray, "..."] | None = None,
@@ -316,17 +312,16 @@ def plan_attention(
     if segment_ids is not None and lengths is None:
         if columns is not None:
             raise ValueError(f"{_OP}: got columns without lengths. Omit columns.")
-        grid = check_shapes(_OP, segment_ids, positions, world_size, config)
-        check_mask_arrays(_OP, mask, segment_ids.shape)
+        check_ids(_OP, segment_ids, positions)  # refuses lists, which are rather lengths
         arrays = jax.tree.leaves((segment_ids, positions, mask))
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            check_traced(_OP, config)
             if rank is not None:
                 raise ValueError(
                     f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit "
                     "rank, or plan outside jit."
                 )
-            return plan_inside(segment_ids, positions, grid=grid, mask=mask, config=config)
+            options = {"num_ranks": world_size, "mask": mask, "config": config}
+            return plan_inside(segment_ids, positions, **options)
     documents = document_table(
         _OP,
         world_size=world_size,
@@ -337,8 +332,7 @@ def plan_attention(
     )
     mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
     check_document_mask(_OP, mask, documents)
-    seen = seen_keys(mask, documents)
-    request = PlanRequest(documents, positions, world_size, seen, config, rank)
+    request = PlanRequest(documents, positions, world_size, config, rank).with_mask(mask)
     return _plan_on_host(request, fallback=fallback)
 
 
@@ -346,127 +340,6 @@ def plan_read(documents: Documents, num_ranks: int, config: PlanConfig) -> Plan:
     """`plan_attention` of documents that `read_whole` has read, with their mask, on the host."""
     table = list_documents(documents.segment_ids, documents.positions)
     check_sizes(_OP, table, num_ranks)
-    seen = seen_keys(jax.tree.map(np.asarray, documents.mask), table)
-    request = PlanRequest(table, documents.positions, num_ranks, seen, config, None)
-    return _plan_on_host(request, fallback=None)
-
-
-# ---- The plan and the order of placed tokens, from the pieces that each rank holds.
-
-
-def plan_placed(
-    request: PlanRequest, held: Pieces, in_order: Mask | None
-) -> tuple[Plan, PlanConfig]:
-    """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
-
-    With `request.rank`, the plan is the part of that rank. Also returns a config of what all ranks
-    need. `in_order` is a mask with arrays, in placed order; None for others.
-    """
-    order = np.lexsort((held.start, held.document, held.rank))
-    assigned = np.stack([held.rank, held.document, held.start, held.end], axis=1)[order]
-    pieces, spans = lay_out(assigned, request.seen, held)
-    num_ranks = request.num_ranks
-    keys = list_transfers(pieces, spans)
-    cut = cut_pieces(pieces, request.documents.lengths, num_ranks)
-    needs = (
-        rank_sums(keys.target, keys.tokens, num_ranks),
-        num_sent(keys, num_ranks),
-        np.bincount(pieces.rank, minlength=num_ranks),
-        *(cut.held, cut.linked),
-    )
-    needs = dict(zip(PLACED_CAPACITIES, needs, strict=True))
-    work = _Work(pieces, spans, keys, needs, cut=cut)
-    steps: Any = {
-        "max_kv_transfers": ("would send {} ranges of keys", 8),
-        "max_pieces": ("would hold {} pieces", 8),
-        "kv_capacity": ("would receive {} rows", 1024, num_ranks * request.num_tokens),
-        "max_cut_pieces": ("would hold {} pieces of cut documents", 4),
-        "max_linked_pieces": ("would share cut documents with {} pieces on other ranks", 4),
-    }
-    sizes = static_sizes("place_tokens", request.config, needs, steps)
-    largest = np.maximum(work.largest, 1)
-    plan = _make_plan(request, work, sizes, largest, pieces, in_order)
-    needed: Any = dict(zip(PLACED_CAPACITIES, largest.tolist(), strict=True))
-    return plan, dataclasses.replace(request.config, **needed)
-
-
-def expand_ranges(
-    start: Int[np.ndarray, " P"], value: Int[np.ndarray, " P"], tokens: Int[np.ndarray, " P"]
-) -> Int[np.ndarray, " N"]:
-    """Returns the values of consecutive indices, of ranges of indices, minus the first index."""
-    order = np.argsort(start)
-    return np.repeat((value - start)[order], tokens[order])
-
-
-def by_columns(
-    x: Shaped[Any, "places ..."], batch: int, num_held: int, num_groups: int = 1
-) -> Shaped[Any, "B T ..."]:
-    """Returns rows of ranks, one rank of a group after another, as columns of the batch rows."""
-    rest = x.shape[1:]
-    rows = x.shape[0] // max(batch * num_held, 1)
-    x = x.reshape(num_groups, num_held, batch // num_groups, rows, *rest).swapaxes(1, 2)
-    return x.reshape(batch, num_held * rows, *rest)
-
-
-def pieces_ascend(pieces: Pieces) -> bool:
-    """Whether the pieces of a document on a rank are in order."""
-    order = np.lexsort((pieces.row, pieces.document, pieces.rank))
-    rank, document, start = (x[order] for x in (pieces.rank, pieces.document, pieces.start))
-    same = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-    return not (same & (start[1:] < start[:-1])).any()
-
-
-def put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask | None:
-    """Returns a mask with arrays in placed order; None for others.
-
-    `moves`: source, place and length of every range, of all ranks.
-    """
-    if not request.mask.has_arrays:
-        return None
-    source, place, tokens = moves
-    token = expand_ranges(place, source, tokens)
-    token = token + np.arange(len(token))
-    batch = request.documents.batch
-    put = lambda x: by_columns(np.asarray(x).reshape(-1)[token], batch, request.num_ranks)
-    return jax.tree.map(put, request.mask)
-
-
-def list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
-    """Returns source, place and length of every range, by place; padding comes last per rank."""
-    documents, num_ranks, num_tokens = request.documents, request.num_ranks, request.num_tokens
-    tokens = pieces.end - pieces.start
-    source = documents.first[pieces.document] + pieces.start
-    place = pieces.rank * num_tokens + pieces.row
-    used = np.zeros(num_ranks, np.int64)
-    np.add.at(used, pieces.rank, tokens)
-    free_first = np.arange(num_ranks) * num_tokens + used
-    padding = _match(*documents.padding(), free_first, num_tokens - used)
-    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
-    order = np.argsort(moves[1])
-    return [x[order] for x in moves]
-
-
-def no_moves(documents: DocumentTable, num_ranks: int) -> tuple[np.ndarray, ...]:
-    """Returns source, place and length of every range if all tokens stay in their columns."""
-    rows = documents.columns // num_ranks
-    rank, batch = np.divmod(np.arange(num_ranks * documents.batch), documents.batch)
-    source = batch * documents.columns + rank * rows
-    return source, np.arange(len(source)) * rows, np.full(len(source), rows)
-
-
-def _match(source, source_tokens, place, place_tokens):
-    """Splits two lists of ranges with equal sums into ranges of equal length on both sides."""
-    source_ends, place_ends = np.cumsum(source_tokens), np.cumsum(place_tokens)
-    ends = np.union1d(source_ends, place_ends)
-    ends = ends[ends > 0]
-    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
-    i = np.searchsorted(source_ends, starts, side="right")
-    j = np.searchsorted(place_ends, starts, side="right")
-    first = [
-        of[k] + starts - (ends_of[k] - tokens_of[k])
-        for of, ends_of, tokens_of, k in (
-            (source, source_ends, source_tokens, i),
-            (place, place_ends, place_tokens, j),
-        )
-    ]
-    return first[0], first[1], ends - starts
+    request = PlanRequest(table, documents.positions, num_ranks, config, None)
+    mask = jax.tree.map(np.asarray, documents.mask)
+    return _plan_on_host(request.with_mask(mask), fallback=None)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask, check_moved, permuted
-from jax_cp_dispatch.documents.table import DocumentTable, Row, document_table
+from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.masks.read import read_mask_on_host
@@ -26,41 +26,33 @@ from jax_cp_dispatch.planning.config import (
     check_fallback,
     check_ranks,
 )
-from jax_cp_dispatch.planning.on_host import (
-    by_columns,
-    expand_ranges,
-    fallback_plan,
-    list_moves,
-    no_moves,
-    pieces_ascend,
-    plan_placed,
-    put_mask_in_order,
-)
+from jax_cp_dispatch.planning.on_host import fallback_plan, plan_placed
 from jax_cp_dispatch.planning.plan import Plan, reduce_saved, slice_plan, stack_plans
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
     Pieces,
     PlanRequest,
+    QueryTable,
     check_all_ranks,
     check_longest_keys,
     check_rank,
     lay_out,
     native_problem,
     num_moved,
-    order_by_rank,
+    rank_sums,
 )
 from jax_cp_dispatch.planning.runs import describe_cuts
-from jax_cp_dispatch.planning.seen_keys import describe_layers, seen_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
     """The assignment of the tokens of a batch `[batch, columns]` to ranks. Picklable; NumPy only.
 
-    Places index the rows of all ranks: rank r holds places `[r * T, (r + 1) * T)`, with `T = batch
-    * columns / world_size`; of several groups, rank r of group g is number `g * W + r`, and T that
-    of its rows. In an array `[batch, columns, ...]` that is sharded over its columns,
-    these are the rank's columns of each batch row, one batch row after another.
+    A place is a row of a rank, counted over all ranks: rank r holds places `[r * T, (r + 1) * T)`,
+    with `T = batch * columns / world_size`. In an array `[batch, columns, ...]` whose columns are
+    sharded over the ranks, these are the rank's columns of the first batch row, then those of the
+    second, and so on. Each of several groups has its own batch rows and W ranks. T then counts the
+    tokens of one of these ranks, and rank r of group g is number `g * W + r`.
 
     Attributes:
       batch, columns: shape of the batch.
@@ -124,10 +116,16 @@ class Placement:
 
         Documents that were given by their lengths are numbered from 1 in each batch row.
         """
-        ids, positions = (
-            np.concatenate(x) for x in zip(*map(_ids_and_positions, self.made_of), strict=True)
-        )
-        ids, positions = self.apply((ids, positions))
+        ids, positions = [], []
+        for (request, *_), _ in self.made_of:
+            table = request.documents
+            number = table.numbers()
+            ids.append(np.append(np.int32(0), table.ids)[number])
+            first = np.append(0, table.first % table.columns)[number]
+            counted = np.where(number > 0, np.arange(table.columns) - first, 0)
+            given = counted if request.positions is None else np.asarray(request.positions)
+            positions.append(given.astype(np.int32))
+        ids, positions = self.apply((np.concatenate(ids), np.concatenate(positions)))
         return Documents.in_order(ids, positions, self.plans, order=PLACED, columns=self.columns)
 
     def plan_for(self, mask: Mask | str) -> Plan:
@@ -144,29 +142,31 @@ class Placement:
         if self.reason is not None:
             raise ValueError(f"{op}: no tokens were placed. {self.reason}")
         read = read_mask_on_host(op, mask, (self.batch, self.columns))
-        batch = self.batch // self.num_groups
-        own = lambda n: jax.tree.map(lambda x: x[n * batch : (n + 1) * batch], read)
-        plans = [(group._plan_for(op, own(n)),) for n, group in enumerate(self.groups)]
-        return _join_plans(plans)[0]
-
-    def _plan_for(self, op: str, read: Mask) -> Plan:
-        """Returns the plan of a single group."""
-        ((requests, pieces),) = self.made_of
-        assert pieces is not None
-        check_document_mask(op, read, requests[0].documents)
-        request = requests[0].with_mask(read)._replace(rank=self.rank)
         if read.has_arrays and self.rank is not None:
             raise ValueError(
                 f"{op}: this is the part of rank {self.rank}, which does not know the order of all "
                 "tokens. Call it on the placement of all ranks, then slice_of."
             )
-        if read.has_query_ranges and not pieces_ascend(pieces):
-            raise ValueError(
-                f"{op}: a rank holds pieces of a document out of order, and {read} limits the "
-                "queries of each key. Pass it to place_tokens, as one of masks."
-            )
-        in_order = put_mask_in_order(request, (self.source, self.place, self.tokens))
-        return plan_placed(request, pieces, in_order)[0]
+        plans, batch = [], self.batch // self.num_groups
+        for number, group in enumerate(self.groups):
+            ((requests, pieces),) = group.made_of
+            assert pieces is not None
+            rows = slice(number * batch, (number + 1) * batch)
+            own = jax.tree.map(lambda x, rows=rows: x[rows], read)
+            check_document_mask(op, own, requests[0].documents)
+            if own.has_query_ranges:
+                order = np.lexsort((pieces.row, pieces.document, pieces.rank))
+                rank, document, start, *_ = pieces.take(order)
+                follows = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+                if (follows & (start[1:] < start[:-1])).any():
+                    raise ValueError(
+                        f"{op}: a rank holds pieces of a document out of order, and {own} limits "
+                        "the queries of each key. Pass it to place_tokens, as one of masks."
+                    )
+            request = requests[0].with_mask(own)._replace(rank=self.rank)
+            moves = group.source, group.place, group.tokens
+            plans.append((plan_placed(request, pieces, _put_mask_in_order(request, moves)),))
+        return _join_plans(plans)[0]
 
     def slice_of(self, rank: int) -> "Placement":
         """Returns the part of one rank: the tokens that it holds, and its slice of the plan.
@@ -195,13 +195,13 @@ class Placement:
 
         Read-only, like `inverse`.
         """
-        return self._map(self.place, self.source, (self.rank or 0) * self.plan.num_tokens)
+        return _expanded(self.place, self.source, self.tokens, self.batch * self.columns)
 
     @functools.cached_property
     def inverse(self) -> Int[np.ndarray, " BT"]:
         """The place of each token."""
         self._check_whole("inverse")
-        return self._map(self.source, self.place, 0)
+        return _expanded(self.source, self.place, self.tokens, self.batch * self.columns)
 
     @property
     def needs(self) -> PlanConfig:
@@ -221,7 +221,7 @@ class Placement:
         For several groups, they are `[groups, W]`.
         """
         self._check_whole("pairs_before")
-        return self._sum(np.asarray(x.pairs_before) for x in self.plans)
+        return self._sum("pairs_before")
 
     @property
     def imbalance(self) -> Float32[np.ndarray, ""]:
@@ -230,7 +230,7 @@ class Placement:
         For several groups, it is the largest; `describe` also compares the ranks of all groups.
         """
         self._check_whole("imbalance")
-        return self._imbalance(self._pairs)
+        return self._imbalance(self._sum("pairs"))
 
     @property
     def imbalance_before(self) -> Float32[np.ndarray, ""]:
@@ -271,7 +271,7 @@ class Placement:
             return f"{op}: no tokens were placed. {self.reason}"
         if self.num_groups > 1:
             texts = [x.describe() for x in self.groups]
-            return by_group(texts, self._pairs, self.config.rank_speeds)
+            return by_group(texts, self._sum("pairs"), self.config.rank_speeds)
         plan, config = self.plan, self.config
         constraints = {"speeds": config.rank_speeds, "ranks_per_node": config.ranks_per_node}
         text = describe_plan(op, plan, **constraints)
@@ -282,29 +282,18 @@ class Placement:
             lines.append(describe_mask(layers, sum(self.layers), each))
         return "\n".join(lines)
 
-    @property
-    def _pairs(self) -> Float32[np.ndarray, "*groups W"]:
-        return self._sum(np.asarray(x.pairs) for x in self.plans)
-
-    def _sum(self, pairs: Iterable[Any]) -> Any:
+    def _sum(self, pairs: str) -> Any:
         """Returns the sum over the layers."""
-        return sum(n * x for n, x in zip(self.layers, pairs, strict=True))
+        of_plans = zip(self.layers, self.plans, strict=True)
+        return sum(n * np.asarray(getattr(plan, pairs)) for n, plan in of_plans)
 
     def _imbalance(self, pairs: Any) -> Float32[np.ndarray, ""]:
         return np.asarray(work_by_share(pairs, self.config.rank_speeds).max(), np.float32)
 
-    def _map(self, start: np.ndarray, value: np.ndarray, first: int) -> np.ndarray:
-        """Returns the values of consecutive indices from `first`, of ranges of indices."""
-        dtype = np.int32 if self.batch * self.columns < 2**31 else np.int64
-        values = expand_ranges(start, value, self.tokens).astype(dtype)
-        values += np.arange(first, first + len(values), dtype=dtype)
-        values.flags.writeable = False  # `apply` and `restore` use them again
-        return values
-
     def _apply(self, x: Any) -> Any:
         xp = np if isinstance(x, np.ndarray) else jnp
         x = xp.take(x.reshape(self.batch * self.columns, *x.shape[2:]), self.permutation, axis=0)
-        return by_columns(x, self.batch, self._num_held, self.num_groups)
+        return _by_columns(x, self.batch, self._num_held, self.num_groups)
 
     def _restore(self, x: Any) -> Any:
         xp, shape = np if isinstance(x, np.ndarray) else jnp, x.shape
@@ -320,20 +309,6 @@ class Placement:
 
     def _check_whole(self, name: str) -> None:
         check_all_ranks(f"Placement.{name}", self._num_held, self.world_size)
-
-
-def _ids_and_positions(made_of: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids and positions of a group, in the order of the batch."""
-    request = made_of[0][0]
-    table = request.documents
-    tokens, shape = table.tokens(), (table.batch, table.columns)
-    ids = np.zeros(table.num_tokens, np.int32)
-    ids[tokens] = np.repeat(table.ids, table.lengths)
-    if request.positions is not None:
-        return ids.reshape(shape), np.asarray(request.positions).astype(np.int32)
-    positions = np.zeros(table.num_tokens, np.int32)
-    positions[tokens] = tokens - np.repeat(table.first, table.lengths)
-    return ids.reshape(shape), positions.reshape(shape)
 
 
 # ---- `place_tokens`: assigns the tokens of a batch to ranks.
@@ -417,37 +392,6 @@ def place_tokens(
     masks_read = [read_mask_on_host(_OP, x, shape) for x in masks_read]
     for read in masks_read:
         check_document_mask(_OP, read, documents)
-    _check_groups(documents, num_groups, rank)
-    check_ranks(_OP, config, world_size)
-    num_tokens = documents.num_tokens // num_groups // world_size
-    if config.block is not None and config.block > max(num_tokens, 1):
-        raise ValueError(
-            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
-            f"block<={num_tokens}."
-        )
-    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
-    check_rank(_OP, rank, world_size)
-    groups = [
-        _place_group(
-            [PlanRequest(rows, at, world_size, seen_keys(x, rows), config, rank) for x in own],
-            layers,
-        )
-        for rows, at, own in _split_groups(documents, positions, masks_read, num_groups)
-    ]
-    reasons = [
-        f"{_OP}: {f'in group {n} of {num_groups}, ' if num_groups > 1 else ''}{group.reason}"
-        for n, group in enumerate(groups)
-        if group.reason is not None
-    ]
-    if reasons:
-        if fallback is None:
-            raise DoesNotFitError("\n".join(reasons))
-        groups = [_left_in_place(x) for x in groups]
-    return _joined(groups, "\n".join(reasons) or None)
-
-
-def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -> None:
-    """Requires groups of equal batch rows, all ranks of them."""
     check_positive(_OP, num_groups=num_groups)
     if documents.batch % num_groups:
         raise ValueError(
@@ -460,6 +404,55 @@ def _check_groups(documents: DocumentTable, num_groups: int, rank: int | None) -
             f"{_OP}: got rank with num_groups={num_groups}. Omit rank, and call slice_of on one of "
             "Placement.groups."
         )
+    check_ranks(_OP, config, world_size)
+    num_tokens = documents.num_tokens // num_groups // world_size
+    if config.block is not None and config.block > max(num_tokens, 1):
+        raise ValueError(
+            f"{_OP}: block is {config.block} but a rank holds {num_tokens} tokens. Pass "
+            f"block<={num_tokens}."
+        )
+    check_fallback(_OP, fallback, config, PLACED_CAPACITIES)
+    check_rank(_OP, rank, world_size)
+    request = PlanRequest(documents, positions, world_size, config, rank)
+    groups = list(_split_groups(request, masks_read, num_groups))
+    placed: list[Any] = []
+    reasons = []
+    for number, requests in enumerate(groups):
+        try:
+            placed.append(_place(requests, layers))
+        except DoesNotFitError as error:
+            text, placed_freely = _place_freely(requests, layers)
+            placed.append(placed_freely)
+            where = f"in group {number} of {num_groups}, " if num_groups > 1 else ""
+            reasons.append(f"{_OP}: {where}{str(error).removeprefix(f'{_OP}: ')}{text}")
+    if reasons and fallback is None:
+        raise DoesNotFitError("\n".join(reasons))
+    if reasons:
+        placed = [_left_in_place(*of_group) for of_group in zip(groups, placed, strict=True)]
+    pieces, of_groups, plans = zip(*placed, strict=True)
+    size = documents.num_tokens // num_groups
+    moves = []
+    for number, (source, place, tokens) in enumerate(of_groups):
+        here = slice(None) if rank is None else place // max(num_tokens, 1) == rank
+        moves.append((number * size + source[here], number * size + place[here], tokens[here]))
+    source, place, tokens = (np.concatenate(x) for x in zip(*moves, strict=True))
+    plans = _join_plans(plans)
+    needed: Any = dict(zip(PLACED_CAPACITIES, _largest_needs(plans).tolist(), strict=True))
+    return Placement(
+        batch=documents.batch,
+        columns=documents.columns,
+        world_size=world_size,
+        plans=plans,
+        layers=layers,
+        config=config,
+        made_of=tuple((tuple(x), y) for x, y in zip(groups, pieces, strict=True)),
+        source=source,
+        place=place,
+        tokens=tokens,
+        needed=None if reasons else dataclasses.replace(config, **needed),
+        reason="\n".join(reasons) or None,
+        rank=rank,
+    )
 
 
 def _read_layers(
@@ -489,9 +482,10 @@ def _read_layers(
 
 
 def _split_groups(
-    documents: DocumentTable, positions: Any, masks: Sequence[Mask], num: int
-) -> Iterator[tuple[DocumentTable, Any, list[Mask]]]:
-    """Yields the documents, positions and masks of each group of consecutive batch rows."""
+    request: PlanRequest, masks: Sequence[Mask], num: int
+) -> Iterator[list[PlanRequest]]:
+    """Yields the requests of each group of consecutive batch rows, one for each mask."""
+    documents, positions = request.documents, request.positions
     rows = documents.batch // num
     group = documents.first // max(rows * documents.columns, 1)
     for number in range(num):
@@ -499,68 +493,69 @@ def _split_groups(
         held = group == number
         first = documents.first[held] - number * rows * documents.columns
         fields = {x: getattr(documents, x)[held] for x in ("lengths", "ids", "given_ids")}
-        own = documents._replace(**fields, first=first, batch=rows)
-        at = None if positions is None else np.asarray(positions)[of_group]
-        yield own, at, [jax.tree.map(lambda x, rows=of_group: x[rows], mask) for mask in masks]
+        own = request._replace(
+            documents=documents._replace(**fields, first=first, batch=rows),
+            positions=None if positions is None else np.asarray(positions)[of_group],
+        )
+        cut = lambda x, rows=of_group: x[rows]
+        yield [own.with_mask(jax.tree.map(cut, mask)) for mask in masks]
 
 
-def _place_group(requests: Requests, layers: tuple[int, ...]) -> Placement:
-    """Places the tokens of a group, or says why they do not fit, without the function's name."""
+# The pieces of documents in the rows of the ranks, or None; what `_list_moves` returns; the plans.
+Placed: TypeAlias = tuple[Pieces | None, Sequence[np.ndarray], tuple[Plan, ...]]
+
+
+def _place(requests: Requests, layers: tuple[int, ...]) -> Placed:
+    """Places the tokens of a group, and plans each mask.
+
+    Raises:
+      DoesNotFitError: a capacity of the config is too small.
+    """
     request = requests[0]
-    try:
-        pieces = _place(requests, layers)
-        moves = list_moves(request, pieces)
-        plans, needed = _plans(requests, pieces, moves)
-        reason = None
-    except DoesNotFitError as error:
-        pieces, needed, moves = None, None, no_moves(request.documents, request.num_ranks)
-        text, needs = _capacities_that_suffice(requests, layers)
-        plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-        reason = str(error).removeprefix(f"{_OP}: ") + text
-    here = order_by_rank(moves[1] // max(request.num_tokens, 1), request.rank)
-    return Placement(
-        batch=request.documents.batch,
-        columns=request.documents.columns,
-        world_size=request.num_ranks,
-        plans=plans,
-        layers=layers,
-        made_of=((tuple(requests), pieces),),
-        config=request.config,
-        needed=needed,
-        reason=reason,
-        rank=request.rank,
-        source=moves[0][here],
-        place=moves[1][here],
-        tokens=moves[2][here],
-    )
+    for each in requests:
+        check_longest_keys(_OP, each)
+    limits = {"tokens_per_rank": request.num_tokens, "max_received": request.config.kv_capacity}
+    problem = native_problem(native.PlacementProblem, requests, limits, layers)
+    assigned = native.place_documents(problem).astype(np.int64)  # nanobind says "long long"
+    # A table of queries needs the pieces of a document in order; other masks take any order.
+    with_table = (x for x in requests if isinstance(x.seen, QueryTable))
+    pieces, _ = lay_out(assigned, next(with_table, request))
+    moves = _list_moves(request, pieces)
+    plans = [plan_placed(x, pieces, _put_mask_in_order(x, moves)) for x in requests]
+    same = {name: getattr(plans[0], name) for name in _OF_ALL_MASKS}
+    plans[1:] = [dataclasses.replace(x, **same) for x in plans[1:]]
+    return pieces, moves, tuple(plans)
 
 
-def _left_in_place(group: Placement) -> Placement:
-    """Returns a group as if it did not fit."""
-    requests = group.made_of[0][0]
-    needs = np.asarray(group.plan.largest_needs)[0]
-    plans = tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
-    moves = no_moves(requests[0].documents, requests[0].num_ranks)
-    here = order_by_rank(moves[1] // max(requests[0].num_tokens, 1), group.rank)
-    named = {name: x[here] for name, x in zip(("source", "place", "tokens"), moves, strict=True)}
-    return dataclasses.replace(group, plans=plans, made_of=((requests, None),), **named)
+def _place_freely(requests: Requests, layers: tuple[int, ...]) -> tuple[str, Placed | None]:
+    """Places the tokens of a group without limits; says which capacities suffice, all at once.
+
+    Without capacities in the config, the sentence is empty, and nothing is placed.
+    """
+    none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
+    free = dataclasses.replace(requests[0].config, **none)
+    if free == requests[0].config:
+        return "", None
+    placed = _place([x._replace(config=free) for x in requests], layers)
+    needs = _largest_needs(placed[2]).tolist()
+    sizes = ", ".join(f"{name}={x}" for name, x in zip(PLACED_CAPACITIES, needs, strict=True))
+    return f" The placement with the best balance needs {sizes}.", placed
 
 
-def _joined(groups: list[Placement], reason: str | None) -> Placement:
-    """Returns the placement of all groups."""
-    first, size = groups[0], groups[0].batch * groups[0].columns
-    moved = lambda name: [n * size + getattr(group, name) for n, group in enumerate(groups)]
-    return dataclasses.replace(
-        first,
-        batch=sum(x.batch for x in groups),
-        plans=_join_plans([x.plans for x in groups]),
-        made_of=tuple(x.made_of[0] for x in groups),
-        needed=None if reason is not None else _largest(first.config, [x.needed for x in groups]),
-        reason=reason,
-        source=np.concatenate(moved("source")),
-        place=np.concatenate(moved("place")),
-        tokens=np.concatenate([x.tokens for x in groups]),
-    )
+def _left_in_place(requests: Requests, placed: Placed) -> Placed:
+    """Returns the fallback of a group that needs what this placement needs."""
+    documents, num_ranks = requests[0].documents, requests[0].num_ranks
+    rows = documents.columns // num_ranks
+    rank, batch = np.divmod(np.arange(num_ranks * documents.batch), documents.batch)
+    source = batch * documents.columns + rank * rows
+    moves = source, np.arange(len(source)) * rows, np.full(len(source), rows)
+    needs = _largest_needs(placed[2])
+    return None, moves, tuple(fallback_plan(x, needs, is_placed=True) for x in requests)
+
+
+def _largest_needs(plans: Sequence[Plan]) -> Int32[np.ndarray, " 5"]:
+    """Returns capacities that suffice for all of these, in the order of `PLACED_CAPACITIES`."""
+    return np.max([np.reshape(x.largest_needs, (-1, 5)).max(0) for x in plans], axis=0)
 
 
 def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
@@ -570,52 +565,73 @@ def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
     return tuple(stack_plans(plans) for plans in zip(*of_groups, strict=True))
 
 
-def _largest(config: PlanConfig, needed: Sequence[Any]) -> PlanConfig:
-    """Returns capacities that suffice for all of these."""
-    most = {name: max(getattr(x, name) for x in needed) for name in PLACED_CAPACITIES}
-    return dataclasses.replace(config, **most)
+# ---- The order of placed tokens: ranges of them that move from the batch to places.
 
 
-def _place(requests: Requests, layers: tuple[int, ...]) -> Pieces:
-    """Returns the pieces of documents in the rows of the ranks."""
-    request, seen = requests[0], [x.seen for x in requests]
-    for each in requests:
-        check_longest_keys(_OP, each)
-    limits = {"tokens_per_rank": request.num_tokens, "max_received": request.config.kv_capacity}
-    problem = native_problem(native.PlacementProblem, request, limits)
-    if len(requests) > 1:
-        describe_layers(problem, seen, layers, request.documents)
-    assigned = native.place_documents(problem).astype(np.int64)  # nanobind says "long long"
-    # A table of queries needs the pieces of a document in order; other masks take any order.
-    return lay_out(assigned, next((x for x in seen if x.table is not None), seen[0]))[0]
+def _list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
+    """Returns source, place and length of every range, by place; padding comes last per rank."""
+    documents, num_ranks, num_tokens = request.documents, request.num_ranks, request.num_tokens
+    tokens = pieces.end - pieces.start
+    source = documents.first[pieces.document] + pieces.start
+    place = pieces.rank * num_tokens + pieces.row
+    used = rank_sums(pieces.rank, tokens, num_ranks)
+
+    # Gaps between documents, and the rows that are left on each rank, are as many tokens. Both are
+    # cut where one of them ends.
+    free = np.arange(num_ranks) * num_tokens + used, num_tokens - used
+    sides = [(first, size, np.cumsum(size)) for first, size in (documents.padding(), free)]
+    ends = np.union1d(sides[0][2], sides[1][2])
+    ends = ends[ends > 0]
+    starts = np.concatenate([[0], ends])[:-1].astype(np.int64)
+    padding = []
+    for first, size, end in sides:
+        at = np.searchsorted(end, starts, side="right")
+        padding.append(first[at] + starts - (end[at] - size[at]))
+    padding.append(ends - starts)
+
+    moves = [np.concatenate(x) for x in zip((source, place, tokens), padding, strict=True)]
+    order = np.argsort(moves[1])
+    return [x[order] for x in moves]
 
 
-def _plans(
-    requests: Requests, pieces: Pieces, moves: Sequence[np.ndarray]
-) -> tuple[tuple[Plan, ...], PlanConfig]:
-    """Returns a plan for each mask, and the capacities that they need."""
-    built = [plan_placed(x, pieces, put_mask_in_order(x, moves)) for x in requests]
-    first = built[0][0]
-    same = {name: getattr(first, name) for name in _OF_ALL_MASKS}
-    plans = (first, *(dataclasses.replace(x, **same) for x, _ in built[1:]))
-    return plans, _largest(requests[0].config, [x for _, x in built])
+def _expanded(
+    start: Int[np.ndarray, " P"],
+    value: Int[np.ndarray, " P"],
+    tokens: Int[np.ndarray, " P"],
+    num_tokens: int,
+) -> Int[np.ndarray, " N"]:
+    """Returns the value of each index of ranges of consecutive indices; read-only.
 
-
-def _capacities_that_suffice(
-    requests: Requests, layers: tuple[int, ...]
-) -> tuple[str, Int32[np.ndarray, " 5"]]:
-    """Returns a sentence with capacities that suffice, all at once, and `Plan.largest_needs`.
-
-    Without capacities, it is empty.
+    `num_tokens`: of the batch; no value is larger.
     """
-    none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
-    free = dataclasses.replace(requests[0].config, **none)
-    if free == requests[0].config:
-        return "", np.zeros(len(PLACED_CAPACITIES), np.int32)
-    requests = [x._replace(config=free) for x in requests]
-    pieces = _place(requests, layers)
-    _, needed = _plans(requests, pieces, list_moves(requests[0], pieces))
-    needs = [getattr(needed, name) for name in PLACED_CAPACITIES]
-    sizes = ", ".join(f"{name}={x}" for name, x in zip(PLACED_CAPACITIES, needs, strict=True))
-    text = f" The placement with the best balance needs {sizes}."
-    return text, np.array(needs, np.int32)
+    dtype = np.int32 if num_tokens < 2**31 else np.int64
+    order = np.argsort(start)
+    values = np.repeat((value - start)[order], tokens[order]).astype(dtype)
+    first = int(start.min(initial=num_tokens))
+    values += np.arange(first, first + len(values), dtype=dtype)
+    values.flags.writeable = False
+    return values
+
+
+def _by_columns(
+    x: Shaped[Any, "places ..."], batch: int, num_held: int, num_groups: int = 1
+) -> Shaped[Any, "B T ..."]:
+    """Returns rows of ranks, one rank of a group after another, as columns of the batch rows."""
+    rest = x.shape[1:]
+    rows = x.shape[0] // max(batch * num_held, 1)
+    x = x.reshape(num_groups, num_held, batch // num_groups, rows, *rest).swapaxes(1, 2)
+    return x.reshape(batch, num_held * rows, *rest)
+
+
+def _put_mask_in_order(request: PlanRequest, moves: Sequence[np.ndarray]) -> Mask | None:
+    """Returns a mask with arrays in placed order; None for others.
+
+    `moves`: source, place and length of every range, of all ranks.
+    """
+    if not request.mask.has_arrays:
+        return None
+    source, place, tokens = moves
+    token = _expanded(place, source, tokens, request.documents.num_tokens)
+    batch = request.documents.batch
+    put = lambda x: _by_columns(np.asarray(x).reshape(-1)[token], batch, request.num_ranks)
+    return jax.tree.map(put, request.mask)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._text import describe_plan, exceeded, known, outline
@@ -18,20 +18,9 @@ from jax_cp_dispatch.documents.fingerprint import check_batch
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import MaskKind
-from jax_cp_dispatch.planning.config import (
-    CAPACITIES,
-    PLACED_CAPACITIES,
-    PlanConfig,
-)
-from jax_cp_dispatch.planning.request import (
-    check_all_ranks,
-    num_moved,
-)
-from jax_cp_dispatch.planning.runs import (
-    key_ranges,
-    local_rows,
-    local_runs,
-)
+from jax_cp_dispatch.planning.config import CAPACITIES, PLACED_CAPACITIES, PlanConfig
+from jax_cp_dispatch.planning.request import check_all_ranks, num_moved
+from jax_cp_dispatch.planning.runs import key_ranges, local_rows, local_runs
 
 # ---- Saved plans and placements: a pickle names its format, so that another version can refuse it.
 #
@@ -40,7 +29,7 @@ from jax_cp_dispatch.planning.runs import (
 # saved plan: they stay.
 
 # To be counted up with every change of the fields of `Plan` or `Placement`, or of their meaning.
-FORMAT = 1
+FORMAT = 2
 
 
 def reduce_saved(self: Any) -> tuple[Any, ...]:
@@ -99,12 +88,12 @@ class Plan:
         sent.
       run_length: i32 `[W, P]`; tokens of the document. If queries move, None for a mask that is
         causal or has arrays.
-      cut_pieces: of a placement, i32 `[W, X, 9]`; the cut pieces of each rank, `max_cut_pieces` of
-        them, and those on other ranks of the same documents: document, tokens before it, its
-        tokens, its first row, tokens after it, its rank, its number among the cut pieces of its
-        rank, its number in the document, and the row where its rank receives what the pieces before
-        it send; -1 in unused entries. The piece before one is that of the same document with the
-        number before.
+      cut_pieces: of a placement, i32 `[W, X, 9]`: for each rank, the `max_cut_pieces` pieces of cut
+        documents that it holds, then the pieces of the same documents on other ranks. The nine
+        numbers of a piece are its document, the tokens of the document before it, its own tokens,
+        its first row, the tokens of the document after it, its rank, its number among the cut
+        pieces of this rank, its number in the document, and the row where its rank receives what
+        earlier pieces send. They are -1 in unused entries.
       ranges: of a mask with arrays, what the rows see: the keys of each query, i32 `[W,
         q_capacity]`, and the queries of each key, `[W, kv_capacity]`; see `local_ranges`.
       num_rows: i32 `[W]`; rows of queries that a rank computes; -1 in a fallback.
@@ -335,7 +324,7 @@ def slice_plan(op: str, plan: Plan, rank: int) -> Plan:
 
 _OP = "stack_plans"
 
-_CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
+_STATIC_CAPACITIES = ("q_capacity", "kv_capacity", "max_cut_pieces")
 # What unused entries contain; those of all other fields are 0.
 _UNUSED = {"dst_rank": -1, "cut_pieces": -1, "run_row": np.iinfo(np.int32).max}
 
@@ -364,23 +353,6 @@ def stack_plans(plans: Iterable[Plan]) -> Plan:
     if not isinstance(plans, Iterable):
         raise TypeError(f"{_OP}: got {type(plans).__name__}. Pass a list of plans.")
     plans = list(plans)
-    _check(plans)
-    capacities = {name: max(getattr(plan, name) for plan in plans) for name in _CAPACITIES}
-    flat = [
-        jax.tree_util.tree_flatten_with_path(dataclasses.replace(plan, **capacities))
-        for plan in plans
-    ]
-    leaves, tree = zip(*(leaves for leaves, _ in flat), strict=True), flat[0][1]
-    return jax.tree.unflatten(
-        tree,
-        [
-            _stacked(str(getattr(of_plans[0][0][-1], "name", "")), [x for _, x in of_plans])
-            for of_plans in leaves
-        ],
-    )
-
-
-def _check(plans: list[Plan]) -> None:
     if not plans:
         raise ValueError(f"{_OP}: got an empty list. Pass at least one plan.")
     for plan in plans:
@@ -403,17 +375,20 @@ def _check(plans: list[Plan]) -> None:
             f"{_OP}: the plans have fingerprints of shapes {shapes}. Stack plans of all ranks "
             "only, or stacks of the same number of plans."
         )
+    sizes = {name: max(getattr(plan, name) for plan in plans) for name in _STATIC_CAPACITIES}
 
+    def stacked(path, *arrays):
+        xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
+        shape = np.max([x.shape for x in arrays], axis=0)
+        unused = _UNUSED.get(getattr(path[-1], "name", ""), 0)
+        padded = []
+        for x in arrays:
+            missing = [(0, size - have) for have, size in zip(x.shape, shape, strict=True)]
+            padded.append(xp.pad(x, missing, constant_values=unused))
+        return xp.stack(padded)
 
-def _stacked(name: str, arrays: list[Any]) -> Shaped[Array | np.ndarray, "..."]:
-    xp = np if all(isinstance(x, np.ndarray) for x in arrays) else jnp
-    shape = np.max([x.shape for x in arrays], axis=0)
-
-    def padded(x):
-        missing = [(0, size - have) for have, size in zip(x.shape, shape, strict=True)]
-        return xp.pad(x, missing, constant_values=_UNUSED.get(name, 0))
-
-    return xp.stack([padded(x) for x in arrays])
+    padded_to = (dataclasses.replace(plan, **sizes) for plan in plans)
+    return jax.tree_util.tree_map_with_path(stacked, *padded_to)
 
 
 def is_stack(plan: Plan | None) -> bool:

@@ -1,11 +1,13 @@
-"""What a plan on the host is made of, as a whole, also for C++; and whether it fits its config."""
+"""What a plan on the host is made of: the batch and what its queries see, pieces, what moves."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Float32, Int, Int32, Int64
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.documents.fingerprint import (
@@ -18,10 +20,203 @@ from jax_cp_dispatch.documents.fingerprint import (
 )
 from jax_cp_dispatch.documents.segment_ids import Ids
 from jax_cp_dispatch.documents.table import DocumentTable
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Causal, Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks.pairs import pairs_per_query
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.config import PlanConfig
-from jax_cp_dispatch.planning.seen_keys import SeenKeys, seen_keys
+
+# ---- What the queries of a batch see under a mask without closed forms.
+
+
+class QueryTable(NamedTuple):
+    """Numbers of the tokens of all documents, one document after another, without padding.
+
+    Keys and queries count from the start of their document.
+
+    Attributes:
+      ranges: the keys of each query, and the queries of each key.
+      first: of each document, its first token.
+      pairs_before: of all queries before each, and of all.
+    """
+
+    ranges: MaskRanges
+    first: Int64[np.ndarray, " D"]
+    pairs_before: Int64[np.ndarray, " N+1"]
+
+    def needed(self, document: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ranges of keys that at least one of the queries [start, end) may see.
+
+        Exact, except for keys in the ranges of some queries that may be seen by others only.
+        """
+        first = self.first[document]
+        of_queries = slice(first + start, first + end)
+        k_start, k_end = self.ranges.k_start[of_queries], self.ranges.k_end[of_queries]
+        has_keys = k_start < k_end
+        if not has_keys.any():
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        low, high = k_start[has_keys].min(), k_end[has_keys].max()
+        steps = np.bincount(k_start[has_keys] - low, minlength=high - low + 1)
+        steps -= np.bincount(k_end[has_keys] - low, minlength=high - low + 1)
+        is_needed = np.cumsum(steps[:-1]) > 0
+        if self.ranges.q_start is not None:
+            of_keys = slice(first + low, first + high)
+            is_needed &= self.ranges.q_start[of_keys] < end
+            is_needed &= self.ranges.q_end[of_keys] > start
+        edges = np.flatnonzero(np.diff(is_needed, prepend=False, append=False))
+        return low + edges[::2], low + edges[1::2]
+
+    def running_keys(
+        self, lengths: Int[np.ndarray, " D"]
+    ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+        """Returns the first key of each query and of later ones, one past the last of earlier ones.
+
+        They count from the start of the document. The keys of any queries [start, end) follow from
+        two of these.
+        """
+        has_keys = self.ranges.k_start < self.ranges.k_end
+        longest = int(lengths.max(initial=0)) + 1
+        document = longest * np.repeat(np.arange(len(lengths)), lengths)
+        none = np.repeat(lengths, lengths)
+        first = np.where(has_keys, self.ranges.k_start, none) + document
+        last = np.where(has_keys, self.ranges.k_end, 0) + document
+        first = np.minimum.accumulate(first[::-1])[::-1]
+        return first - document, np.maximum.accumulate(last) - document
+
+
+def query_table(mask: Mask, documents: DocumentTable) -> QueryTable:
+    """Returns the table of a mask whose arrays, if any, are known on the host."""
+    lengths, shape = documents.lengths, (documents.batch, documents.columns)
+    first, token = np.cumsum(lengths) - lengths, documents.tokens()
+    *edges, live = documents.edges()
+    start = edges[0].reshape(-1)[token]
+    seen = mask.ranges(np.arange(documents.columns)[None], *edges)
+    seen = MaskRanges(*(x if x is None else np.broadcast_to(x, shape) for x in seen))
+    counted = seen._replace(k_end=np.where(live, seen.k_end, 0))
+    pairs = pairs_per_query(counted).reshape(-1)[token]
+    longest = np.repeat(lengths, lengths)
+    clipped = lambda x: np.clip(x.reshape(-1)[token] - start, 0, longest).astype(np.int32)
+    ranges = MaskRanges(*(x if x is None else clipped(x) for x in seen))
+    return QueryTable(ranges, first, np.concatenate([[0], np.cumsum(pairs)]))
+
+
+# ---- `PlanRequest`: the batch, the ranks and the choices, also for C++.
+
+
+class PlanRequest(NamedTuple):
+    """A batch, the ranks, and the choices of a plan; `with_mask` sets what queries see.
+
+    Attributes:
+      documents: of the batch.
+      positions: of the batch `[B, T]`; None: they count from 0 in each document.
+      num_ranks: number of ranks W.
+      config: the choices of the plan.
+      rank: the rank whose part is made; None: all.
+      mask: which keys of its document a query sees.
+      seen: the mask, if it has closed forms; otherwise its table.
+    """
+
+    documents: DocumentTable
+    positions: Ids | None
+    num_ranks: int
+    config: PlanConfig
+    rank: int | None
+    mask: Mask = Causal()
+    seen: StaticMask | QueryTable = Causal()
+
+    def with_mask(self, mask: Mask) -> PlanRequest:
+        """Returns the request of a plan for this mask."""
+        seen = mask if isinstance(mask, StaticMask) else query_table(mask, self.documents)
+        return self._replace(mask=mask, seen=seen)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of one rank."""
+        return self.documents.num_tokens // self.num_ranks
+
+    @property
+    def held(self) -> range:
+        """The ranks whose parts are made."""
+        return range(self.num_ranks) if self.rank is None else range(self.rank, self.rank + 1)
+
+    def pairs(self, pieces: Pieces) -> Float32[np.ndarray, " held"]:
+        """Returns the query-key pairs of each rank's pieces."""
+        rank, document, start, end, *_ = pieces
+        if isinstance(self.seen, QueryTable):
+            first, before = self.seen.first[document], self.seen.pairs_before
+            pairs = before[first + end] - before[first + start]
+        else:
+            pairs = self.seen.pairs(start, end, self.documents.lengths[document])
+        return rank_sums(rank, pairs, self.num_ranks)[self.held].astype(np.float32)
+
+    def keys_of(self, document: Any, start: Any, end: Any) -> tuple[Any, Any, Any]:
+        """Returns the keys [start, end) that pieces [start, end) of documents need.
+
+        First the piece of each range; by piece, then ascending. A piece may need several ranges.
+        """
+        piece, lengths = np.arange(len(document)), self.documents.lengths[document]
+        if isinstance(self.seen, StaticMask):
+            return piece, *self.seen.keys_of(start, end, lengths)
+        is_cut = end - start < lengths
+        whole = piece[~is_cut]
+        found = [(whole, np.zeros_like(whole), lengths[whole])]
+        for i in piece[is_cut].tolist():
+            keys = self.seen.needed(int(document[i]), int(start[i]), int(end[i]))
+            found.append((np.full(len(keys[0]), i), *keys))
+        pieces, starts, ends = (np.concatenate(x) for x in zip(*found, strict=True))
+        order = np.argsort(pieces, kind="stable")
+        return pieces[order], starts[order], ends[order]
+
+
+Problem = TypeVar("Problem")
+
+
+def native_problem(
+    kind: type[Problem],
+    requests: Sequence[PlanRequest],
+    limits: dict[str, Any],
+    layers: Sequence[int] = (1,),
+) -> Problem:
+    """Returns a problem of `csrc/planner`, with the fields that both have.
+
+    Args:
+      kind: `PlacementProblem` or `QueryProblem`.
+      requests: what the plan of each mask is made of; several for a `PlacementProblem` alone.
+      limits: fields that are set unless they are None.
+      layers: how many layers use each mask.
+    """
+    request, config, documents = requests[0], requests[0].config, requests[0].documents
+    speeds = np.array(config.rank_speeds or [1.0] * request.num_ranks)
+    fields = {
+        "lengths": documents.lengths.tolist(),
+        "num_ranks": request.num_ranks,
+        "tolerance_ppm": round(1e6 * config.balance_tolerance),
+        # Integers; the fastest rank has 10**6.
+        "speeds": np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(int).tolist(),
+        "ranks_per_node": config.ranks_per_node or 1,
+        "block": config.block or 1,
+    }
+    problem: Any = kind()
+    for name, value in (fields | limits).items():
+        if value is not None:
+            setattr(problem, name, value)
+    static = [x.seen for x in requests if isinstance(x.seen, StaticMask)]
+    if len(static) == len(requests):
+        # No number of a mask needs to be larger than the batch.
+        counts = [x.clipped(documents.num_tokens).pair_count for x in static]
+        if len(counts) == 1:
+            problem.pairs = counts[0]
+        else:
+            problem.set_layers(list(zip(counts, layers, strict=True)))
+        return problem
+    tables = [
+        x.seen if isinstance(x.seen, QueryTable) else query_table(x.seen, documents)
+        for x in requests
+    ]
+    pairs = sum(n * x.pairs_before for n, x in zip(layers, tables, strict=True))
+    first, last = zip(*(x.running_keys(documents.lengths) for x in tables), strict=True)
+    problem.set_table(pairs, np.min(first, axis=0), np.max(last, axis=0))
+    return problem
+
 
 # ---- `Pieces`: parts of documents on ranks, at home and laid out in rows, and their keys.
 
@@ -39,37 +234,38 @@ class Pieces(NamedTuple):
     row: Int[np.ndarray, " P"]
     origin: Any = None
 
-    def take(self, index: Any) -> "Pieces":
+    def take(self, index: Any) -> Pieces:
         """Returns these of the pieces."""
         taken: Any = (x if x is None else x[index] for x in self)
         return Pieces(*taken)
 
 
 def lay_out(
-    assigned: Int[np.ndarray, "P 4"], seen: SeenKeys, held: Pieces | None = None
+    assigned: Int[np.ndarray, "P 4"], request: PlanRequest, held: Pieces | None = None
 ) -> tuple[Pieces, Pieces]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
     Also returns their keys, in received order: for a static mask, those of pieces that share keys
-    are one range. If a query may see keys of several ranges (`seen.table`), those of a document are
-    adjacent rows; keys between them, which no query of the rank sees, are not sent, and `origin`
-    has no meaning.
+    are one range. If a query may see keys of several ranges (a `QueryTable`), those of a document
+    are adjacent rows; keys between them, which no query of the rank sees, are not sent, and
+    `origin` has no meaning.
 
     Cut documents come first on each rank. All its whole documents and the last cut one are then one
     range of its own rows, and one range of its received rows. `held` are the same pieces, laid out
     for another mask: they keep their rows.
     """
+    is_static = isinstance(request.seen, StaticMask)
     rank, document, start, end = assigned.T
-    piece, key_start, key_end = seen.keys_of(document, start, end)
+    piece, key_start, key_end = request.keys_of(document, start, end)
     new = np.ones(len(assigned), bool)  # pieces whose rows of keys need not be adjacent
     new[1:] = (np.diff(rank) != 0) | (np.diff(document) != 0)
-    if seen.table is None:
+    if is_static:
         new[1:] |= key_start[1:] > key_end[:-1]
     group, first = np.cumsum(new) - 1, np.flatnonzero(new)
     rank_of, document_of = rank[first], document[first]
 
     of_key = group[piece]
-    shift = (int(seen.lengths.max(initial=0)) + 1) * of_key
+    shift = (int(request.documents.lengths.max(initial=0)) + 1) * of_key
     order = np.argsort(shift + key_start, kind="stable")
     begin, stop = (shift + key_start)[order], np.maximum.accumulate((shift + key_end)[order])
     is_first = np.ones(len(begin), bool)
@@ -87,16 +283,16 @@ def lay_out(
     order = np.argsort(place[span_group], kind="stable")
     columns = rank_of[span_group], document_of[span_group], span_start, span_end
     ranks, documents, starts, ends = (x[order] for x in columns)
-    spans = Pieces(ranks, documents, starts, ends, _before(ends - starts, ranks))
+    spans = Pieces(ranks, documents, starts, ends, sums_before(ranks, ends - starts))
 
     origin = np.zeros(len(first), np.int64)
-    if seen.table is None:
+    if is_static:
         origin[span_group[order]] = spans.row - spans.start
     piece_order = np.argsort(place[group], kind="stable")
     if held is not None:
         piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
     rank, document, start, end = assigned[piece_order].T
-    row = _before(end - start, rank)
+    row = sums_before(rank, end - start)
     return Pieces(rank, document, start, end, row, origin[group][piece_order]), spans
 
 
@@ -116,11 +312,46 @@ def home_pieces(documents: DocumentTable, num_ranks: int) -> Pieces:
     return Pieces(rank, number, start, end, row, row - start)
 
 
-def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+def sums_before(rank: Int[np.ndarray, " N"], size: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
     """Returns the sum of the sizes before each entry on its rank; entries are sorted by rank."""
     before = np.cumsum(size) - size
-    first = np.searchsorted(rank, rank, side="left")
-    return before - before[first]
+    return before - before[np.searchsorted(rank, rank, side="left")]
+
+
+def rank_sums(
+    rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], num_ranks: int
+) -> Int[np.ndarray, " W"]:
+    """Returns exact sums, which `np.bincount` of weights are not."""
+    out = np.zeros(num_ranks, np.int64)
+    np.add.at(out, rank, values)
+    return out
+
+
+def by_slot(
+    ranks: Int[np.ndarray, " N"],
+    columns: Mapping[str, tuple[Int[np.ndarray, " N"], np.integer]],
+    *,
+    num_ranks: int,
+    num_slots: int,
+    rank: int | None = None,
+) -> dict[str, Int[np.ndarray, "held slots"]]:
+    """Returns tables with the entries of each rank in a row, in their order.
+
+    Args:
+      ranks: of each entry.
+      columns: by the name of a table, the value of each entry, and that of unused slots.
+      num_ranks: rows of a table.
+      num_slots: at least the entries of any rank.
+      rank: the only one whose row is made; None: all.
+    """
+    order = np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
+    row = ranks[order] - (rank or 0)
+    index = row, sums_before(row, np.ones_like(row))
+    tables = {}
+    for name, (values, unused) in columns.items():
+        tables[name] = np.full((num_ranks if rank is None else 1, num_slots), unused)
+        tables[name][index] = values[order]
+    return tables
 
 
 # ---- Rows that move between ranks, as ranges; and their metadata, with one slot per range.
@@ -129,7 +360,8 @@ def _before(size: Int[np.ndarray, " N"], rank: Int[np.ndarray, " N"]) -> Int[np.
 class Transfers(NamedTuple):
     """Ranges of rows that move from one rank to another, in the order of the receivers' rows.
 
-    NumPy on the host. Inside `jit`, unused entries have source and target W, and no tokens.
+    NumPy on the host. Inside `jit`, ranges of queries come first, then those of keys, whose sources
+    are W + rank. Unused entries have source 2 W, target W and no tokens.
     """
 
     source: Int[Any, " X"]
@@ -171,63 +403,39 @@ def list_transfers(pieces: Pieces, spans: Pieces) -> Transfers:
     return Transfers(source, target, source_row, target_row, tokens)
 
 
-def num_sent(transfers: Transfers, num_ranks: int) -> Int[np.ndarray, " W"]:
-    """Returns the number of ranges that each rank sends."""
-    return np.bincount(transfers.source, minlength=num_ranks)
-
-
 def make_metadata(
-    transfers: Transfers, *, num_ranks: int, num_slots: int, rank: int | None = None
+    transfers: Transfers, *, num_ranks: int, num_slots: int | None = None, rank: int | None = None
 ) -> Metadata:
-    """Returns forward metadata; `num_slots` is at least `num_sent` of each rank.
+    """Returns forward metadata; `num_slots` is at least the ranges that any rank sends.
 
     With `rank`, all arrays have a leading axis of size 1, for that rank. So there is no array of
     size W * W, or of all slots.
     """
-    part = rank_slice(rank)
-    counts = num_sent(transfers, num_ranks)
-    held = counts[part].astype(np.int32)
-    order = order_by_rank(transfers.source, rank)
-    source = transfers.source[order] - (rank or 0)
-    index = source, number_on_rank(source, held)
-
-    def by_slot(values, fill, dtype):
-        out = np.full((len(held), num_slots), fill, dtype)
-        out[index] = values[order]
-        return out
-
-    totals = rank_sums(transfers.target, transfers.tokens, num_ranks)
-    totals = totals[part].astype(np.uint32)
-    received = np.zeros((len(totals), num_ranks + 1), np.uint32)
-    is_here = slice(None) if rank is None else transfers.target == rank
-    to, by = transfers.target[is_here] - (rank or 0), transfers.source[is_here]
-    np.add.at(received, (to, by), transfers.tokens[is_here].astype(np.uint32))
+    source, target, source_row, target_row, tokens = transfers
+    sent, zero = np.bincount(source, minlength=num_ranks), np.uint32(0)
+    slots = {
+        "dst_rank": (target, np.int32(-1)),
+        "dst_offset": (target_row, zero),
+        "seq_len": (tokens, zero),
+        "src_offset": (source_row, zero),
+    }
+    num_slots = int(sent.max()) if num_slots is None else num_slots
+    tables: Any = by_slot(source, slots, num_ranks=num_ranks, num_slots=num_slots, rank=rank)
+    held, is_here = slice(None), slice(None)
+    if rank is not None:
+        held, is_here = slice(rank, rank + 1), target == rank
+    received = np.zeros((len(sent[held]), num_ranks + 1), np.uint32)
+    index = target[is_here] - (rank or 0), source[is_here]
+    np.add.at(received, index, tokens[is_here].astype(np.uint32))
+    totals = received.sum(1, dtype=np.uint32)
     received[:, -1] = totals
     return Metadata(
-        dst_rank=by_slot(transfers.target, -1, np.int32),
-        dst_offset=by_slot(transfers.target_row, 0, np.uint32),
-        seq_len=by_slot(transfers.tokens, 0, np.uint32),
-        src_offset=by_slot(transfers.source_row, 0, np.uint32),
+        **tables,
         num_recv_tokens=received,
-        num_seqs=held,
+        num_seqs=sent[held].astype(np.int32),
         num_total_recv_tokens=totals,
         world_size=num_ranks,
     )
-
-
-def number_on_rank(
-    rank: Int[np.ndarray, " N"], counts: Int[np.ndarray, " W"]
-) -> Int[np.ndarray, " N"]:
-    """Returns the number of earlier entries of the same rank; entries are sorted by rank."""
-    return np.arange(len(rank)) - (np.cumsum(counts) - counts)[rank]
-
-
-def rank_sums(
-    rank: Int[np.ndarray, " N"], values: Int[np.ndarray, " N"], num_ranks: int
-) -> Int[np.ndarray, " W"]:
-    out = np.zeros(num_ranks, np.int64)
-    np.add.at(out, rank, values)
-    return out
 
 
 def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
@@ -263,92 +471,7 @@ def check_all_ranks(op: str, held: int, num_ranks: int) -> None:
         )
 
 
-def rank_slice(rank: int | None) -> slice:
-    """Returns the slice of a leading axis over ranks that keeps one rank, or all."""
-    return slice(None) if rank is None else slice(rank, rank + 1)
-
-
-def order_by_rank(ranks: Int[np.ndarray, " N"], rank: int | None) -> Int[np.ndarray, " M"]:
-    """Returns the indices of the entries of one rank, or of all, one rank after another."""
-    return np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
-
-
-Problem = TypeVar("Problem")
-
-
-class PlanRequest(NamedTuple):
-    """A batch, the ranks, and the choices of a plan.
-
-    Attributes:
-      documents: of the batch.
-      positions: of the batch `[B, T]`; None: they count from 0 in each document.
-      num_ranks: number of ranks W.
-      seen: which keys of its document a query sees.
-      config: the choices of the plan.
-      rank: the rank whose part is made; None: all.
-    """
-
-    documents: DocumentTable
-    positions: Ids | None
-    num_ranks: int
-    seen: SeenKeys
-    config: PlanConfig
-    rank: int | None
-
-    @property
-    def mask(self) -> Mask:
-        return self.seen.mask
-
-    @property
-    def needs_lengths(self) -> bool:
-        """Whether the keys of a query depend on the length of its document."""
-        return self.seen.table is None and not self.mask.is_causal
-
-    def with_mask(self, mask: Mask) -> "PlanRequest":
-        """Returns the request of a plan for another mask."""
-        return self._replace(seen=seen_keys(mask, self.documents))
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of one rank."""
-        return self.documents.num_tokens // self.num_ranks
-
-    @property
-    def held(self) -> slice:
-        """The ranks whose parts are made, of arrays of all ranks."""
-        return rank_slice(self.rank)
-
-    def pairs(self, pieces: Pieces) -> Float32[np.ndarray, " held"]:
-        """Returns the query-key pairs of each rank's pieces."""
-        pairs = self.seen.pairs(pieces.document, pieces.start, pieces.end)
-        return rank_sums(pieces.rank, pairs, self.num_ranks)[self.held].astype(np.float32)
-
-
-def native_problem(kind: type[Problem], request: PlanRequest, limits: dict[str, Any]) -> Problem:
-    """Returns a problem of `csrc/planner`, with the fields that both have.
-
-    Args:
-      kind: `PlacementProblem` or `QueryProblem`.
-      request: what the plan is made of.
-      limits: fields that are set unless they are None.
-    """
-    config = request.config
-    speeds = np.array(config.rank_speeds or [1.0] * request.num_ranks)
-    fields = {
-        "lengths": request.documents.lengths.tolist(),
-        "num_ranks": request.num_ranks,
-        "tolerance_ppm": round(1e6 * config.balance_tolerance),
-        # Integers; the fastest rank has 10**6.
-        "speeds": np.maximum(np.round(1e6 * speeds / speeds.max()), 1).astype(int).tolist(),
-        "ranks_per_node": config.ranks_per_node or 1,
-        "block": config.block or 1,
-    }
-    problem = kind()
-    for name, value in (fields | limits).items():
-        if value is not None:
-            setattr(problem, name, value)
-    request.seen.describe_to(problem, request.documents.num_tokens)
-    return problem
+# ---- Whether a plan fits its config.
 
 
 class DoesNotFitError(ValueError):
@@ -357,39 +480,41 @@ class DoesNotFitError(ValueError):
 
 def static_sizes(
     op: str,
-    config: PlanConfig,
+    request: PlanRequest,
     needs: Mapping[str, Int[np.ndarray, " W"]],
-    steps: Mapping[str, tuple[Any, ...]],
+    actions: Mapping[str, str],
+    steps: Mapping[str, int],
 ) -> dict[str, int]:
     """Returns the sizes in the config if sufficient; else needs, rounded up to share programs.
 
     Args:
       op: the public function, for error messages.
-      config: has sizes, or None.
+      request: its config has sizes, or None.
       needs: of each rank, by the names of sizes.
-      steps: by name: what a rank would do, with `{}` for its need; the smallest step of rounding
-        (larger needs are rounded up by at most 1/8); and what any batch of this shape needs at
-        most, if that is known.
+      actions: what a rank would do, with `{}` for its need; in the order of their checks.
+      steps: the smallest step of rounding, if it is not 8; larger needs are rounded up by at most
+        1/8.
     Raises:
       DoesNotFitError: a given size is too small.
     """
     sizes = {}
-    for name, (what, step, *most) in steps.items():
+    for name, action in actions.items():
         need, rank = int(needs[name].max()), int(needs[name].argmax())
-        given = getattr(config, name)
+        given = getattr(request.config, name)
         if need > np.iinfo(np.int32).max:
             raise ValueError(
-                f"{op}: rank {rank} {what.format(need)}, but row numbers have 32 bits. Plan for "
+                f"{op}: rank {rank} {action.format(need)}, but row numbers have 32 bits. Plan for "
                 "more ranks, or fewer tokens at a time."
             )
         if given is None:
-            step = max(step, 1 << max(need.bit_length() - 4, 0))
-            size = max(-(-need // step), 1) * step
-            given = min(size, *(max(x, 1) for x in most)) if most else size
+            step = max(steps.get(name, 8), 1 << max(need.bit_length() - 4, 0))
+            given = max(-(-need // step), 1) * step
+            if name.endswith("_capacity"):  # no batch of this shape needs more
+                given = min(given, max(request.documents.num_tokens, 1))
         elif given < need:
             raise DoesNotFitError(
-                f"{op}: rank {rank} {what.format(need)} but {name} is {given}. Pass {name}>={need} "
-                "or None in PlanConfig."
+                f"{op}: rank {rank} {action.format(need)} but {name} is {given}. Pass {name}>="
+                f"{need} or None in PlanConfig."
             )
         sizes[name] = given
     return sizes
@@ -404,30 +529,19 @@ def check_longest_keys(op: str, request: PlanRequest) -> None:
     documents, config, seen = request.documents, request.config, request.seen
     if not len(documents.lengths) or config.kv_capacity is None:
         return
-    document, keys = seen.most_keys()
-    query = "the last query" if request.mask.is_causal and seen.table is None else "a query"
+    if isinstance(seen, StaticMask):
+        document = int(documents.lengths.argmax())
+        keys = int(seen.num_keys(int(documents.lengths[document])))
+        query = "the last query" if seen.is_causal else "a query"
+    else:
+        of_queries, query = np.diff(seen.pairs_before), "a query"
+        most = int(of_queries.argmax())
+        document, keys = int(np.searchsorted(seen.first, most, side="right")) - 1, of_queries[most]
     if config.kv_capacity < keys:
         raise DoesNotFitError(
             f"{op}: {query} of {documents.name(document)} attends to {keys} keys, so its "
             f"rank receives at least {keys} rows, but kv_capacity is {config.kv_capacity}. Pass "
             f"kv_capacity>={keys} or None in PlanConfig."
-        )
-
-
-def check_mean_queries(op: str, request: PlanRequest) -> None:
-    """Rejects a capacity below the mean number of queries.
-
-    Raises:
-      DoesNotFitError: names the mean.
-    """
-    config, num_ranks = request.config, request.num_ranks
-    num_queries = int(request.documents.lengths.sum())
-    mean = -(-num_queries // num_ranks)
-    if config.q_capacity is not None and config.q_capacity < mean:
-        raise DoesNotFitError(
-            f"{op}: {num_queries} queries are computed by {num_ranks} ranks, so a rank receives "
-            f"at least {mean} of them, but q_capacity is {config.q_capacity}. Pass q_capacity>="
-            f"{mean} or None in PlanConfig."
         )
 
 
@@ -447,52 +561,32 @@ def pieces_fingerprint(
       held: the order of the rows that ranks pass to attention.
       in_order: a mask of arrays, in this order.
     """
-    documents, positions, num_ranks = request.documents, request.positions, request.num_ranks
-    rank, row, length, document, start = _by_row(held)
-    ids = run_checksums(
-        *_with_padding(
-            (rank, row, length, documents.ids[document]),
-            documents.num_tokens // num_ranks,
-            num_ranks,
-        ),
-        step=ID_STEP,
-        num_ranks=num_ranks,
-    )
-    runs = rank, row, length, start
-    if positions is not None:
+    documents, num_ranks = request.documents, request.num_ranks
+    rank, document, start, end, row, _ = held.take(np.lexsort((held.row, held.rank)))
+    length, ids = end - start, documents.ids[document]
+
+    # Runs of ids: those of the pieces, and of the padding before each and at the end of a rank.
+    ends = np.arange(num_ranks), np.full(num_ranks, request.num_tokens)
+    ends = *ends, *np.zeros((2, num_ranks), int)
+    runs = [np.concatenate(x) for x in zip((rank, row, length, ids), ends, strict=True)]
+    order = np.lexsort((runs[1], runs[0]))
+    to, first, size, _ = runs = [x[order] for x in runs]
+    before = np.zeros_like(first)
+    before[1:] = np.where(to[1:] == to[:-1], (first + size)[:-1], 0)
+    gaps = to, before, first - before, np.zeros_like(to)
+    runs = [np.stack(x, axis=1).reshape(-1) for x in zip(gaps, runs, strict=True)]
+    runs = [x[runs[2] > 0] for x in runs]
+    own: list[Any] = [run_checksums(*runs, step=ID_STEP, num_ranks=num_ranks)]
+
+    places = rank, row, length, start
+    if request.positions is not None:
         within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-        rank, row, token = (
-            np.repeat(x, length) for x in (rank, row, documents.first[document] + start)
-        )
-        value = np.asarray(positions).reshape(-1)[token + within]
-        runs = rank, row + within, np.ones_like(row), value
-    places = run_checksums(*runs, step=POSITION_STEP, num_ranks=num_ranks)
-    own: list[Any] = [ids, places]
+        of_pieces = rank, row, documents.first[document] + start
+        rank, row, token = (np.repeat(x, length) for x in of_pieces)
+        value = np.asarray(request.positions).reshape(-1)[token + within]
+        places = rank, row + within, np.ones_like(row), value
+    own.append(run_checksums(*places, step=POSITION_STEP, num_ranks=num_ranks))
     if in_order is not None:
         own.append(mask_checksums(jax.tree.map(np.asarray, in_order), num_ranks))
     digest = plan_digest(request.config, request.mask.kind, *computed[:4])
     return make_fingerprint(own, digest)
-
-
-def _by_row(pieces: Pieces) -> tuple[Int[np.ndarray, " P"], ...]:
-    """Returns rank, first row, length, document and start of each piece, by rank and row."""
-    order = np.lexsort((pieces.row, pieces.rank))
-    columns = pieces.rank, pieces.row, pieces.end - pieces.start, pieces.document, pieces.start
-    rank, row, length, document, start = (x[order] for x in columns)
-    return rank, row, length, document, start
-
-
-def _with_padding(
-    runs: tuple[Int[np.ndarray, " P"], ...], num_tokens: int, num_ranks: int
-) -> list[Int[np.ndarray, " N"]]:
-    """Returns rank, first row, length and id of these runs, and of the padding around them."""
-    ends = np.arange(num_ranks), np.full(num_ranks, num_tokens), *np.zeros((2, num_ranks), int)
-    rank, row, length, ids = (np.concatenate(x) for x in zip(runs, ends, strict=True))
-    order = np.lexsort((row, rank))
-    rank, row, length, ids = (x[order] for x in (rank, row, length, ids))
-    before = np.zeros_like(row)
-    before[1:] = np.where(rank[1:] == rank[:-1], (row + length)[:-1], 0)
-    gaps = rank, before, row - before, np.zeros_like(ids)
-    runs = rank, row, length, ids
-    every = [np.stack(x, axis=1).reshape(-1) for x in zip(gaps, runs, strict=True)]
-    return [x[every[2] > 0] for x in every]

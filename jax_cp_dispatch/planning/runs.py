@@ -16,14 +16,7 @@ from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arrays import running_max
 from jax_cp_dispatch.masks import MaskRanges, StaticMask
-from jax_cp_dispatch.planning.request import (
-    Pieces,
-    PlanRequest,
-    number_on_rank,
-    order_by_rank,
-    rank_slice,
-)
-from jax_cp_dispatch.planning.seen_keys import QueryTable
+from jax_cp_dispatch.planning.request import Pieces, PlanRequest, QueryTable, sums_before
 
 # More than any device holds: sums of two row numbers have 32 bits.
 _MOST_ROWS = 2**30
@@ -36,7 +29,7 @@ class LocalRuns(NamedTuple):
       row: the first row of each run, ascending; unused runs have the number of rows, or more.
       position: the place in its document of that row's token; -1 in a run of padding.
       origin: the received row where the document starts, or would start.
-      num_rows: rows in use; all others are padding. -1: a fallback, see `fallback`.
+      num_rows: rows in use; all others are padding. -1: a fallback, see `key_ranges`.
       length: tokens of the document; None if the mask is causal.
     """
 
@@ -47,42 +40,6 @@ class LocalRuns(NamedTuple):
     length: Int32[Any, " P"] | None = None
 
 
-def list_runs(
-    pieces: Pieces,
-    counts: Int[np.ndarray, " W"],
-    *,
-    num_runs: int,
-    num_rows: int,
-    lengths: Int[np.ndarray, " D"] | None = None,
-    rank: int | None = None,
-) -> dict[str, Int32[np.ndarray, "held P"]]:
-    """Returns run_row, run_position, run_origin and, with lengths, run_length of a plan, by name.
-
-    Args:
-      pieces: by rank and row.
-      counts: pieces of each rank.
-      lengths: tokens of each document.
-      num_runs: size of the arrays, at least the largest count.
-      num_rows: of a rank; the row of unused runs.
-      rank: the only one whose runs are returned; None: all.
-    """
-    pieces = pieces.take(order_by_rank(pieces.rank, rank))
-    counts, ranks = counts[rank_slice(rank)], pieces.rank - (rank or 0)
-    index = ranks, number_on_rank(ranks, counts)
-    runs = {
-        "run_row": (pieces.row, num_rows),
-        "run_position": (pieces.start, 0),
-        "run_origin": (pieces.origin, 0),
-    }
-    if lengths is not None:
-        runs["run_length"] = lengths[pieces.document], 0
-    arrays = {}
-    for name, (values, fill) in runs.items():
-        arrays[name] = np.full((len(counts), num_runs), fill, np.int32)
-        arrays[name][index] = values
-    return arrays
-
-
 def local_runs(plan: Any, rank: Any) -> LocalRuns:
     """Returns the runs of one rank.
 
@@ -90,24 +47,18 @@ def local_runs(plan: Any, rank: Any) -> LocalRuns:
     axis. NumPy arrays and a concrete rank give NumPy.
     """
     names = "run_row", "run_position", "run_origin", "num_rows", "run_length"
-    return LocalRuns(*_rows_of(rank, plan.run_row, [getattr(plan, name, None) for name in names]))
+    return LocalRuns(*local_rows([getattr(plan, name, None) for name in names], rank))
 
 
-def local_rows(ranges: MaskRanges, rank: Any) -> MaskRanges:
-    """Returns the ranges of one rank, of all ranks or of its slice; NumPy gives NumPy."""
-    return _rows_of(rank, ranges.k_start, ranges)
+def local_rows(arrays: Any, rank: Any) -> Any:
+    """Returns the rows of one rank, of arrays of all ranks, `[W, ...]`, or of its slice.
 
-
-def _rows_of(rank: Any, by_rank: Any, arrays: Any) -> Any:
-    """Returns the rows of one rank, of arrays of all ranks, or of its slice.
-
-    `by_rank`: one of the arrays, `[W, ...]`, or `[1, ...]` of a slice. Without an axis of ranks,
-    the arrays are those of the rank.
+    If the first array has no axis of ranks, the arrays are those of the rank.
     """
-    if jnp.ndim(by_rank) < 2:
-        return arrays
-    at = 0 if jnp.shape(by_rank)[0] == 1 else rank
     leaves = jax.tree.leaves(arrays)
+    if jnp.ndim(leaves[0]) < 2:
+        return arrays
+    at = 0 if jnp.shape(leaves[0])[0] == 1 else rank
     on_host = all(isinstance(x, np.ndarray) for x in leaves) and not isinstance(at, jax.Array)
     return jax.tree.map(lambda x: (x if on_host else jnp.asarray(x))[at], arrays)
 
@@ -143,10 +94,6 @@ def key_ranges(
     none = (num_rows < 0).astype(np.int32)
     k_start = xp.where(is_query, mask.k_start(here, start), 0).astype(np.int32)
     return k_start, xp.where(is_query, mask.k_end(here, start, end), none).astype(np.int32)
-
-
-# Of the keys of a fallback, which nothing may follow: all queries.
-_ALL = np.iinfo(np.int32).max
 
 
 def _of_rank(parts: Pieces, rank: int) -> Pieces:
@@ -194,16 +141,15 @@ def row_ranges(
       spans: its keys, by `lay_out`.
       num_queries, num_keys: rows of a rank.
     """
-    table = request.seen.table
-    if table is None:
+    table = request.seen
+    if not isinstance(table, QueryTable):
         return None
-    ranks = range(request.num_ranks)[request.held]
     sizes = (num_queries, num_queries, num_keys, num_keys)
     ranges = MaskRanges(*(
-        None if x is None else np.zeros((len(ranks), size), np.int32)
+        None if x is None else np.zeros((len(request.held), size), np.int32)
         for x, size in zip(table.ranges, sizes, strict=True)
     ))  # fmt: skip
-    for held, rank in enumerate(ranks):
+    for held, rank in enumerate(request.held):
         queries, keys = _of_rank(pieces, rank), _of_rank(spans, rank)
         if not len(keys.row):
             continue
@@ -219,19 +165,6 @@ def row_ranges(
         for of_rank, x in zip(ranges[2:], table.ranges[2:], strict=True):
             of_rank[held, row] = _rows_before(queries, document, x[token])
     return ranges
-
-
-def fallback_row_ranges(
-    request: PlanRequest, num_held: int, *, num_queries: int, num_keys: int
-) -> MaskRanges | None:
-    """Returns ranges of a plan that nothing may follow: all rows attend to row 0."""
-    if request.seen.table is None:
-        return None
-    fill = lambda rows, x: np.full((num_held, rows), x, np.int32)
-    of_queries = fill(num_queries, 0), fill(num_queries, 1)
-    if not request.mask.has_query_ranges:
-        return MaskRanges(*of_queries)
-    return MaskRanges(*of_queries, fill(num_keys, 0), fill(num_keys, _ALL))
 
 
 # ---- The cut pieces of a placement: which piece of a document comes before which, on which rank.
@@ -263,13 +196,13 @@ def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], num_ranks: int) -
     """Finds the cut pieces and counts what each rank has to know of them."""
     cut = np.flatnonzero(pieces.end - pieces.start < lengths[pieces.document])
     held = np.bincount(pieces.rank[cut], minlength=num_ranks)
-    slot = number_on_rank(pieces.rank[cut], held)  # pieces are sorted by rank
+    slot = sums_before(pieces.rank[cut], np.ones_like(cut))  # pieces are sorted by rank
     by_document = np.lexsort((pieces.start[cut], pieces.document[cut]))
     cut, slot = cut[by_document], slot[by_document]
     start, end, document, rank = (
         x[cut] for x in (pieces.start, pieces.end, pieces.document, pieces.rank)
     )
-    order = number_on_rank(np.unique(document, return_inverse=True)[1], _counts(document))
+    order = np.arange(len(cut)) - np.searchsorted(document, document)
     # Of each document on each rank: the pieces before its last one there, and on other ranks.
     longest = int(document.max(initial=0)) + 1
     shared, index, here = np.unique(
@@ -280,7 +213,8 @@ def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], num_ranks: int) -
     holder = shared // longest
     first = np.cumsum(maps) - maps
     base = first - first[np.searchsorted(holder, holder)]
-    total = _counts(document)[np.searchsorted(np.unique(document), shared % longest)]
+    documents, counts = np.unique(document, return_counts=True)
+    total = counts[np.searchsorted(documents, shared % longest)]
     linked = np.zeros(num_ranks, np.int64)
     np.add.at(linked, holder, total - here)
     rest = lengths[document] - end
@@ -288,24 +222,19 @@ def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], num_ranks: int) -
     return CutPieces(np.stack(columns, 1), held, linked)
 
 
-def _counts(document: Int[np.ndarray, " C"]) -> Int[np.ndarray, " D"]:
-    return np.unique(document, return_counts=True)[1]
-
-
 def cut_table(
-    cut: CutPieces, *, num_slots: int, num_linked: int, rank: int | None
+    cut: CutPieces, held: range, *, num_slots: int, num_linked: int
 ) -> Int32[np.ndarray, "held X 9"]:
-    """Returns what each rank, or `rank` alone, has to know; -1 in unused entries.
+    """Returns what each of these ranks has to know; -1 in unused entries.
 
     First its own cut pieces, then those on other ranks of the same documents.
     """
-    num_ranks, columns = len(cut.held), cut.columns
-    table = np.full((num_ranks, num_slots + num_linked, NUM_COLUMNS), -1, np.int32)
-    table = table[rank_slice(rank)].copy()
+    columns = cut.columns
+    table = np.full((len(held), num_slots + num_linked, NUM_COLUMNS), -1, np.int32)
     document, holder = columns[:, 0], columns[:, 5]
     first = np.searchsorted(document, document)
     last = np.searchsorted(document, document, side="right")
-    for own, rows in zip(range(num_ranks) if rank is None else [rank], table, strict=True):
+    for own, rows in zip(held, table, strict=True):
         mine = np.flatnonzero(holder == own)
         rows[columns[mine, 6]] = columns[mine]
         spans = {(int(first[i]), int(last[i])) for i in mine}

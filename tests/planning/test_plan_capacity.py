@@ -25,7 +25,7 @@ from jax_cp_dispatch.planning.blocks import (  # inner: a bound without a batch
     balance_blocks,  # inner: any costs and keys
     kv_bound,
 )
-from jax_cp_dispatch.planning.seen_keys import seen_keys  # inner: the planner reads them in C++
+from jax_cp_dispatch.planning.request import query_table  # inner: the planner reads them in C++
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "plans.md"
 W, T, BLOCK = 8, 128, 4
@@ -343,12 +343,11 @@ def test_running_keys_stay_in_their_document():
     rng = np.random.default_rng()
     lengths = rng.integers(1, 9, 6)
     mask = Ranges(*rng.integers(0, lengths.sum() + 1, (2, 1, lengths.sum()), np.int32))
-    keys = seen_keys(mask, document_table("test", world_size=1, lengths=[lengths.tolist()]))
-    assert keys.table is not None
-    first, last = keys.table.running_keys(lengths)
+    keys = query_table(mask, document_table("test", world_size=1, lengths=[lengths.tolist()]))
+    first, last = keys.running_keys(lengths)
     for begin, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
         of = slice(begin, begin + length)
-        k_start, k_end = keys.table.ranges.k_start[of], keys.table.ranges.k_end[of]
+        k_start, k_end = keys.ranges.k_start[of], keys.ranges.k_end[of]
         sees = k_start < k_end
         least, most = np.where(sees, k_start, length), np.where(sees, k_end, 0)
         np.testing.assert_array_equal(first[of], np.minimum.accumulate(least[::-1])[::-1])

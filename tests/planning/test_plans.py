@@ -332,10 +332,10 @@ def test_a_saved_plan_is_read_again(kind):
 @pytest.mark.parametrize(
     "kind, was, then, says",
     [
-        ("moved", b"K\x01", b"K\x63", "in format 99 of plans, but this version .* reads format 1"),
+        ("moved", b"K\x02", b"K\x63", "in format 99 of plans, but this version .* reads format 2"),
         ("moved", b"run_row", b"row_run", "run"),  # a field
         ("moved", b"jax_cp_dispatch.metadata", b"jax_cp_dispatch.datameta", "datameta"),  # a module
-        ("placement", b"K\x01", b"K\x63", "in format 99 of plans"),
+        ("placement", b"K\x02", b"K\x63", "in format 99 of plans"),
         ("placement", b"PlanConfig", b"PlanChoice", "PlanChoice"),  # a class
     ],
 )

@@ -56,7 +56,7 @@ from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
-from jax_cp_dispatch.planning.inside_jit import rank_plan
+from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
 
@@ -105,8 +105,14 @@ class Balanced(Algorithm):
             whole = jax.tree.map(jnp.asarray, with_segment_ids(documents, operands.q.shape[:2]))
             whole = gather_sequence(call.exchange, whole, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
-            sizes = {"num_ranks": call.num_ranks, "config": self.config}
-            plan = named_context(rank_plan(whole, **sizes, rank=rank))
+            plan = plan_inside(
+                *(whole.segment_ids, whole.positions),
+                num_ranks=call.num_ranks,
+                mask=whole.mask,
+                config=self.config,
+                rank=rank,
+            )
+            plan = named_context(plan)
             documents = trusted(mask=plan.mask, plans=(plan,))  # nothing to compare
         return attend_by_plan(call, operands, documents)
 
