@@ -16,8 +16,9 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands, MetadataOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._dispatch.xla_transfers import (
+    MetadataOperands,
     Transfers,
     XlaRanks,
     find_sources,
@@ -507,59 +508,42 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = 
     """Lowers the part of one rank."""
     program, is_static = ctx.module_context, exchange.by_collectives is not None
     ragged = not is_static and may_be_ragged(program.platforms, program.backend)
-    move = functools.partial(_move, exchange, ragged)
-    return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
+    run = functools.partial(move, exchange, ragged)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def on_one_device(exchange: Exchange) -> Callable[..., Any]:
-    """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
-    return functools.partial(_move, exchange, False)
-
-
-def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+def move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+    """Makes the exchange of one rank, or of a device that holds the rows of all ranks."""
     if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
         with jax.enable_x64(True):  # which the partitioner has left
-            return _move(exchange, ragged, *operands)
-    split = ExchangeOperands.split(operands, exchange)
+            return move(exchange, ragged, *operands)
+    fields, arrays, _ = exchange.split(operands)
     if exchange.by_collectives is not None:
-        moved = exchange.by_collectives(split.arrays)
+        moved = exchange.by_collectives(arrays)
         if exchange.sums is None:
             return moved
         return [y.astype(dtype) for y, dtype in zip(moved, exchange.sums, strict=True)]
     axis_names = () if exchange.is_global else exchange.comm.axis_names
     ranks = XlaRanks(rank_index(axis_names), axis_names, exchange.comm.num_ranks, ragged)
-    sums = exchange.sums or [""] * exchange.num_arrays
-    outs = []
-    for group, metadata, fingerprint, arrays, dtypes in zip(
-        exchange.groups,
-        split.metadata,
-        split.fingerprints,
-        exchange.by_group(split.arrays),
-        exchange.by_group(sums),
-        strict=True,
+    rest, groups, outs = iter(fields), exchange.groups, []
+    metadata = [MetadataOperands(**{name: next(rest) for name in x.fields}) for x in groups]
+    fingerprints = [next(rest) if group.has_fingerprint else None for group in groups]
+    by_group = exchange.by_group(arrays)
+    sums = exchange.by_group(exchange.sums or [""] * exchange.num_arrays)
+    for group, plan, fingerprint, arrays, dtypes in zip(
+        groups, metadata, fingerprints, by_group, sums, strict=True
     ):
+        num_rows = group.num_tokens if exchange.sums is None else group.capacity
+        if num_rows == 0:  # that is padding, because custom calls take no empty arrays
+            arrays = [x[:0] for x in arrays]
         if exchange.sums is None:
-            arrays = _without_padding(arrays, group.num_tokens)
-            outs += dispatch_with_xla(
-                ranks, metadata, arrays, capacity=group.capacity, fingerprint=fingerprint
-            )
+            options: Any = {"capacity": group.capacity}
+            one = dispatch_with_xla
         else:
-            arrays = _without_padding(arrays, group.capacity)
-            combine = combine_weighted_with_xla if group.has_weights else combine_with_xla
-            outs += combine(
-                ranks,
-                metadata,
-                arrays,
-                num_tokens=group.num_tokens,
-                dtypes=dtypes,
-                fingerprint=fingerprint,
-            )
+            options = {"num_tokens": group.num_tokens, "dtypes": dtypes}
+            one = combine_weighted_with_xla if plan.weights is not None else combine_with_xla
+        outs += one(ranks, plan, arrays, fingerprint=fingerprint, **options)
     return outs
-
-
-def _without_padding(arrays: list[Any], num_rows: int) -> list[Any]:
-    """Removes the padding of arrays without rows, which custom calls cannot take empty."""
-    return [x[:0] for x in arrays] if num_rows == 0 else arrays
 
 
 # ---- Plans that are one collective of XLA on arrays whose rows are the ranks' tokens.

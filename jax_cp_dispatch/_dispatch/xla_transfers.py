@@ -11,12 +11,25 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._dispatch.arguments import MetadataOperands
-
 _MAX_INT32 = 2**31 - 1
 
 MAX_UPDATES = 4096
 """Updates of `ragged_all_to_all` per rank and call. NCCL sends each separately; not measured."""
+
+
+class MetadataOperands(NamedTuple):
+    """The fields of forward metadata that movement reads, as integers of 32 or 64 bits.
+
+    Either one rank's view, or the same with a leading 1 (as sharded by `in_specs=P(axis_name)`), or
+    the views of all ranks with a leading W, of which a rank reads its own.
+    """
+
+    num_recv_tokens: Any  # [W + 1]
+    seq_len: Any  # [S]
+    dst_rank: Any  # [S] or [S, C]
+    dst_offset: Any  # as dst_rank
+    src_offset: Any = None  # [S]; None: shards are contiguous
+    weights: Any = None  # as dst_rank, real numbers of this rank; see `combine_weighted_with_xla`
 
 
 class XlaRanks(NamedTuple):

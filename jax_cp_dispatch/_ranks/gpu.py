@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator, Groups, default_deadline_ms
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups, deadline_ms
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
 
@@ -486,7 +486,7 @@ def gpu_attributes(
     return {
         "device_table": np.array([device_entry(d) for d in devices], np.int64),
         "memory": memory,
-        "deadline_ms": np.int64(comm.deadline_ms or default_deadline_ms(on_gpus=True)),
+        "deadline_ms": np.int64(deadline_ms(comm.deadline, on_gpus=True)),
     }
 
 

@@ -204,18 +204,6 @@ def join(
     return True
 
 
-def refuse_alone(op: str) -> None:
-    """Rejects a call in a process of the launcher that has not joined the others."""
-    if HOSTED_BY_LAUNCHER not in os.environ or os.environ.get(_NUM_PROCESSES) == "1":
-        return
-    if not is_in_job():
-        raise RuntimeError(
-            f"{op}: the launcher started {os.environ.get(_NUM_PROCESSES)} processes, but this one "
-            "has not joined the others and would compute alone. Call jax_cp_dispatch.initialize() "
-            "in every process, before JAX is used."
-        )
-
-
 def _start_client(address: str, num_processes: int, process_id: int, timeout: float) -> None:
     """Does what `jax.distributed.initialize` does in every process except the first."""
     state = distributed.global_state
@@ -354,17 +342,25 @@ def _has_died(process: int) -> bool:
 _is_marked = jax.make_user_context(default_value=False)
 
 
-def refuse_after_fork(op: str) -> None:
-    """Raises in a forked process. Call wherever an operation is traced.
+def refuse_here(op: str) -> None:
+    """Rejects every call in a forked or an unconnected process. Call wherever one is traced.
 
     Raises:
-      RuntimeError: this process was forked after JAX had started.
+      RuntimeError: this process was forked after JAX had started, or is one of the launcher and has
+        not joined the others.
     """
     if _is_marked.value:
         raise RuntimeError(
             f"{op}: process {os.getpid()} was forked from process {os.getppid()} after JAX had "
             "started there. JAX's threads are not copied, so the call would hang. Start processes "
             "with multiprocessing.get_context('spawn') or subprocess, or fork before JAX is used."
+        )
+    num_processes = os.environ.get(_NUM_PROCESSES)
+    if HOSTED_BY_LAUNCHER in os.environ and num_processes != "1" and not is_in_job():
+        raise RuntimeError(
+            f"{op}: the launcher started {num_processes} processes, but this one has not joined "
+            "the others and would compute alone. Call jax_cp_dispatch.initialize() in every "
+            "process, before JAX is used."
         )
 
 

@@ -28,16 +28,18 @@ from jax_cp_dispatch._jax_private import (
 from jax_cp_dispatch._ranks.communicator import (
     Communicator,
     Groups,
-    program_groups,
+    mesh_around,
+    mesh_groups,
     rank_index,
-    remember_mesh,
 )
 from jax_cp_dispatch._ranks.implementations import (
+    IMPLEMENTATIONS,
+    XLA,
     Implementation,
     Operation,
     choose_implementation,
-    fall_back_to_xla,
 )
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 
 # ---- Outside of `jit`, and under `jax.vmap`.
@@ -77,7 +79,7 @@ class Chosen(NamedTuple):
 
     Attributes:
       implementation: the chosen one.
-      groups: the devices of the ranks; see `program_groups`.
+      groups: the devices of the ranks; see `mesh_groups`.
     """
 
     implementation: Implementation
@@ -92,16 +94,32 @@ class Chosen(NamedTuple):
         return self.implementation.rank_attributes(ctx, comm, self.groups, what)
 
 
-def choose(ctx: Any, op: str, comm: Communicator) -> Chosen:
-    """Chooses the implementation of a call of `op` in the program that is being lowered."""
-    groups = program_groups(ctx, comm)
-    platforms = ctx.module_context.platforms
-    return Chosen(choose_implementation(op, comm.implementation, platforms, groups), groups)
+def choose(ctx: Any, op: str, comm: Communicator, *, on_one_device: bool = False) -> Chosen:
+    """Chooses the implementation of a call of `op` in the program that is being lowered.
+
+    Args:
+      ctx: of the lowering rule.
+      op: for messages.
+      comm: the ranks.
+      on_one_device: whether one device holds the rows of all ranks.
+    """
+    wanted, platforms = comm.implementation, ctx.module_context.platforms
+    if on_one_device:
+        is_on_gpus = set(platforms) == {"cuda"}
+        if not is_on_gpus or (wanted and IMPLEMENTATIONS[wanted].platform != "cuda"):
+            return Chosen(XLA, None)
+        here = (jax.local_devices()[0],) * comm.num_ranks
+        return Chosen(choose_implementation(op, wanted, platforms, (here,)), None)
+    groups = mesh_groups(_program_mesh(ctx), comm.axis_names, comm.group_axes)
+    return Chosen(choose_implementation(op, wanted, platforms, groups), groups)
 
 
 def fall_back(choice: Chosen, op: str, comm: Communicator, missing: str) -> Chosen:
     """Returns XLA's choice where a GPU transport does not support a call, or refuses it."""
-    return choice._replace(implementation=fall_back_to_xla(op, comm.implementation, missing))
+    if comm.implementation is not None:
+        IMPLEMENTATIONS[comm.implementation].refuse(op, missing)
+    say_once(f"{op}: XLA serves this call (implementation='xla'): {missing}.")
+    return choice._replace(implementation=XLA)
 
 
 def prepare_cpu_devices() -> None:
@@ -114,8 +132,17 @@ def prepare_cpu_devices() -> None:
 
 def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
     """Lowers `fn`, which makes further mesh axes manual; see `with_manual_axes`."""
-    with remember_mesh(ctx):
+    mesh = _program_mesh(ctx)
+    is_concrete = isinstance(mesh, jax.sharding.Mesh) and not mesh.empty
+    token = mesh_around.set(mesh if is_concrete else mesh_around.get())
+    try:
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+    finally:
+        mesh_around.reset(token)
+
+
+def _program_mesh(ctx: Any) -> Any:
+    return getattr(ctx.module_context.axis_context, "mesh", None)
 
 
 def rank_and_group(comm: Communicator) -> list[Any]:

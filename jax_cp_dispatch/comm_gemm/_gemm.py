@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.communicator import AxisName
+from jax_cp_dispatch._ranks.communicator import AxisName, Communicator
 from jax_cp_dispatch._ranks.options import (
     find_ranks,
     read_options,
-    read_options_alone,
     vary_alike,
     whole_on_explicit_axes,
 )
@@ -144,10 +143,7 @@ def gemm(
     flags |= {} if fuse_bias is None else {"fuse_bias": fuse_bias}
     for name, flag in flags.items():
         check_flag(op, name, flag)
-    if axis_name is None:
-        options = read_options_alone(op, implementation=implementation, deadline=deadline)
-    else:
-        options = read_options(op, axis_name, implementation=implementation, deadline=deadline)
+    options = read_options(op, axis_name, None, implementation, deadline, needs_ranks=False)
     dims = _read_dims(op, contracting_dims)
     left, sizes, free_lhs, lhs_transposed = _collapse(op, "lhs", lhs, dims[0])
     right, of_rhs, free_rhs, rhs_transposed = _collapse(op, "rhs", rhs, dims[1])
@@ -158,7 +154,7 @@ def gemm(
         )
     call = GemmCall(
         op=op,
-        comm=options.communicator(),
+        comm=Communicator(implementation=implementation, deadline=deadline),
         out_shape=(math.prod(free_lhs), math.prod(free_rhs)),
         out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
         lhs_transposed=lhs_transposed,

@@ -258,7 +258,7 @@ def grouped_gemm(
         )
     if mode != ScalingMode.NO_SCALING:
         return _bind(call, lhs, rhs, bias, group_sizes, (lhs_scale_inv, rhs_scale_inv))
-    whole = whole_on_explicit_axes(x for x in (lhs, rhs, group_sizes, bias) if x is not None)
+    whole = whole_on_explicit_axes([x for x in (lhs, rhs, group_sizes, bias) if x is not None])
     lhs, rhs, group_sizes, *rest = vary_alike(whole)  # as their cotangents do
     with reverse_mode_only(op):
         return _differentiable(call, lhs, rhs, rest[0] if rest else None, group_sizes)
