@@ -7,7 +7,6 @@
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,7 +18,7 @@ from jax.extend.core import Primitive
 from jaxtyping import Array
 
 from jax_cp_dispatch._arguments import check_rows
-from jax_cp_dispatch._dispatch.buffers import buffer_limits
+from jax_cp_dispatch._dispatch.buffers import buffer_limits, read_integer
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.metadata import Metadata
 
@@ -253,9 +252,7 @@ def read_outgoing(
     op: str, name: str, x: Any, metadata: Any, capacity: Any, buffer: Any, out: Any = None
 ) -> Argument:
     """Checks an argument of `dispatch`, whose arrays the door has checked."""
-    prefix = _prefix(name)
-    check_movable(op, name, x)
-    _check_is_metadata(op, f"{prefix}metadata", metadata)
+    prefix = _check_moving(op, name, x, metadata)
     if (capacity is None) == (buffer is None):
         raise ValueError(
             f"{op}: got {'neither' if buffer is None else 'both'} of {prefix}capacity and "
@@ -273,9 +270,7 @@ def read_returning(
     op: str, name: str, y: Any, metadata: Any, num_tokens: Any, dtype: Any, buffer: Any
 ) -> Argument:
     """Checks an argument of `combine`, whose arrays the door has checked."""
-    prefix = _prefix(name)
-    check_movable(op, name, y)
-    _check_is_metadata(op, f"{prefix}metadata", metadata)
+    prefix = _check_moving(op, name, y, metadata)
     num_rows = _read_num_rows(op, f"{prefix}num_tokens", num_tokens)
     if dtype is not None and jnp.dtype(dtype).kind != "c":
         for x in jax.tree.leaves(y):
@@ -293,9 +288,16 @@ def read_returning(
     return argument._replace(name=name, buffer=buffer or 0)
 
 
-def _prefix(name: str) -> str:
+def _check_moving(op: str, name: str, tree: Any, metadata: Any) -> str:
     """Returns how the names of an argument's options begin: q_metadata belongs to q."""
-    return f"{name}_" if name in ("q", "kv") else ""
+    prefix = f"{name}_" if name in ("q", "kv") else ""
+    check_movable(op, name, tree)
+    if not isinstance(metadata, Metadata):
+        raise TypeError(
+            f"{op}: {prefix}metadata is {type(metadata).__name__}; it needs to be Metadata. Pass "
+            "one of the two that compute_metadata returns, or q_metadata or kv_metadata of a Plan."
+        )
+    return prefix
 
 
 def check_movable(op: str, name: str, tree: Any) -> None:
@@ -311,24 +313,9 @@ def check_movable(op: str, name: str, tree: Any) -> None:
             )
 
 
-def _check_is_metadata(op: str, name: str, metadata: Any) -> None:
-    if not isinstance(metadata, Metadata):
-        raise TypeError(
-            f"{op}: {name} is {type(metadata).__name__}; it needs to be Metadata. Pass one of the "
-            "two that compute_metadata returns, or q_metadata or kv_metadata of a Plan."
-        )
-
-
 def _read_num_rows(op: str, name: str, value: Any) -> int:
     """Requires a static number of rows."""
-    try:
-        num_rows = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        num_rows = None
-    if num_rows is None:
-        raise TypeError(
-            f"{op}: {name} is {value!r}; it needs to be a static int, because it is a shape."
-        )
+    num_rows = read_integer(op, name, value, "a static int, because it is a shape")
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
     check_rows(op, name, num_rows)
@@ -372,9 +359,23 @@ def check_sizes(op: str, argument: Argument, comm: Communicator, *, is_global: b
             f"result would take {num_bytes} bytes, more than any machine has. Pass no more rows "
             "than the largest num_total_recv_tokens."
         )
-    if argument.storage is not None:
-        shapes = [((num_rows, *x.shape[1:]), x.dtype) for x in argument.arrays]
-        _check_storage(op, argument.storage, argument.tree, shapes)
+    if argument.storage is None:
+        return
+    storage, tree = jax.tree.flatten(argument.storage)
+    known = [x for x in storage if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if any(x.is_deleted() for x in known):
+        raise ValueError(
+            f"{op}: out is deleted: it was donated to an earlier call, and stays deleted even if "
+            "that call failed. Pass a new array, or omit out."
+        )
+    got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
+    wanted = [((num_rows, *x.shape[1:]), x.dtype) for x in argument.arrays]
+    if tree != argument.tree or got != wanted:
+        shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
+        raise ValueError(
+            f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
+            "result of the same call, or omit out."
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -413,26 +414,6 @@ def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> None
                 f"axis {num_ranks} ranks, so it needs {list(wanted[name])}. See "
                 "Metadata.validate()."
             )
-
-
-def _check_storage(
-    op: str, out: Any, tree: Any, wanted: Sequence[tuple[tuple[int, ...], Any]]
-) -> None:
-    """Requires an undeleted `out` with the structure, shapes and dtypes of the result."""
-    storage, out_tree = jax.tree.flatten(out)
-    known = [x for x in storage if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    if any(x.is_deleted() for x in known):
-        raise ValueError(
-            f"{op}: out is deleted: it was donated to an earlier call, and stays deleted even if "
-            "that call failed. Pass a new array, or omit out."
-        )
-    got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
-    if out_tree != tree or got != list(wanted):
-        shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
-        raise ValueError(
-            f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
-            "result of the same call, or omit out."
-        )
 
 
 def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:

@@ -52,65 +52,51 @@ from jax_cp_dispatch._ranks.options import (
 _MAX_ARRAYS = 64  # of one call on GPUs, as in csrc/kernels/call.h
 _ALL = 0  # multiprocessors, for the handler
 _MOST_SMS = 2**31 - 1  # of any GPU
-
-
-def _attributes(ctx: Any, exchange: Exchange, choice: Chosen | None) -> dict[str, Any]:
-    """Returns what a handler reads; without a choice one device, a GPU, holds all rows."""
-    groups, comm = exchange.groups, exchange.comm
-    attributes = {
-        "op": exchange.op,
-        "capacity_names": ",".join(group.capacity_name for group in groups),
-        "has_src_offset": ["src_offset" in group.fields for group in groups],
-        "has_weights": ["weights" in group.fields for group in groups],
-        **{name: [getattr(group, name) for group in groups] for name in _OF_GROUPS},
-    }
-    for name, value in attributes.items():
-        attributes[name] = np.array(value, np.int64) if isinstance(value, list) else value
-    # The groups have properties that shapes do not show.
-    rows = "; ".join(f"{x.num_tokens} tokens, capacity {x.capacity}" for x in groups)
-    what = f"{'dispatch' if exchange.sums is None else 'combine'} of {rows}"
-    ranks = choice.rank_attributes(ctx, comm, what) if choice else all_ranks_here()
-    if choice is None or choice.implementation in ON_GPU:
-        attributes["num_comm_sm"] = np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS))
-    return attributes | comm.attributes() | ranks
-
-
 _OF_GROUPS = "has_fingerprint", "num_arrays", "num_tokens", "capacity", "buffer"
 
 
-def _call_handler(
-    exchange: Exchange,
-    attributes: dict[str, Any],
-    operands: Sequence[Any],
-    avals_out: Sequence[Any],
-    aliases: Sequence[tuple[int, int]],
-    stage: str = "",
-) -> list[Any]:
-    """Calls the handler of an exchange, or of one of its stages.
+def _custom_call(
+    ctx: Any, exchange: Exchange, choice: Chosen | None, *, is_start: bool = False
+) -> Callable[..., list[Any]]:
+    """Returns the call of a whole exchange, or of its start, to be traced.
 
     Its operands are the rank and the group (0 if one device holds all ranks), and those of the
-    primitive. `aliases` are pairs of an operand of the primitive and the result in its memory.
+    primitive. Results are written to the storage; a start returns its arrays in their memory.
+    Without a choice one device, a GPU, holds all rows.
     """
-    places = rank_and_group(Communicator() if exchange.is_global else exchange.comm)
+    groups, comm = exchange.groups, exchange.comm
+    of_groups = {name: [getattr(group, name) for group in groups] for name in _OF_GROUPS}
+    for name in "src_offset", "weights":
+        of_groups[f"has_{name}"] = [name in group.fields for group in groups]
+    # The groups have properties that shapes do not show.
+    rows = "; ".join(f"{x.num_tokens} tokens, capacity {x.capacity}" for x in groups)
+    what = f"{'dispatch' if exchange.sums is None else 'combine'} of {rows}"
+    attributes = {
+        "op": exchange.op,
+        "capacity_names": ",".join(group.capacity_name for group in groups),
+        **{name: np.array(values, np.int64) for name, values in of_groups.items()},
+        **comm.attributes(),
+        **(choice.rank_attributes(ctx, comm, what) if choice else all_ranks_here()),
+    }
+    if choice is None or choice.implementation in ON_GPU:
+        attributes["num_comm_sm"] = np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS))
     target = runtime.DISPATCH_TARGET if exchange.sums is None else runtime.COMBINE_TARGET
-    handler = jax.ffi.ffi_call(
-        f"{target}{stage}",
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals_out],
-        input_output_aliases={len(places) + i: result for i, result in aliases},
-        has_side_effect=bool(stage),  # two calls of the same exchange must not become one
-    )
-    return list(handler(*places, *operands, **attributes))
-
-
-def _whole_call(ctx: Any, exchange: Exchange, choice: Chosen | None) -> Callable[..., list[Any]]:
-    """Returns the custom call of a whole exchange, to be traced."""
-    attributes = _attributes(ctx, exchange, choice)
 
     def call(*operands: Any) -> list[Any]:
-        _, _, storage = exchange.split(operands)
-        first = len(operands) - len(storage)
-        aliases = [(first + i, i) for i in range(len(storage))]
-        return _call_handler(exchange, attributes, operands, ctx.avals_out, aliases)
+        places = rank_and_group(Communicator() if exchange.is_global else comm)
+        fields, arrays, further = exchange.split(operands)
+        given, avals_out = [*places, *fields, *arrays, *further], ctx.avals_out
+        first, num_aliases, first_result = len(given) - len(further), len(further), 0
+        if is_start:
+            given, avals_out = given[:first], avals_out[: 2 * len(arrays) + 1]
+            first, num_aliases, first_result = first - len(arrays), len(arrays), len(arrays)
+        handler = jax.ffi.ffi_call(
+            f"{target}_start" if is_start else target,
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals_out],
+            input_output_aliases={first + i: first_result + i for i in range(num_aliases)},
+            has_side_effect=is_start,  # two calls of the same exchange must not become one
+        )
+        return list(handler(*given, **attributes))
 
     return call
 
@@ -119,7 +105,7 @@ def _lower_by_call(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen)
     """Lowers the part of one rank between CPU devices, or between GPUs."""
     if choice.implementation in ON_CPU:
         prepare_cpu_devices()
-    call = _whole_call(ctx, exchange, choice)
+    call = _custom_call(ctx, exchange, choice)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
@@ -152,16 +138,11 @@ def lower_start(ctx: Any, *operands: Any, exchange: Exchange, num_held: int) -> 
             return [*moved, *arrays, jnp.zeros(num_held, jnp.float32), *beside]
 
         return lower_opened(whole, ctx, *operands)
-    attributes = _attributes(ctx, exchange, None if exchange.is_global else choice)
+    call = _custom_call(ctx, exchange, None if exchange.is_global else choice, is_start=True)
 
     def start(*operands: Any) -> list[Any]:
-        fields, arrays, beside = exchange.split(operands)
-        num_arrays = len(arrays)
-        avals_out = ctx.avals_out[: 2 * num_arrays + 1]
-        aliases = [(len(fields) + i, num_arrays + i) for i in range(num_arrays)]
-        given = [*fields, *arrays]
-        outs = _call_handler(exchange, attributes, given, avals_out, aliases, "_start")
-        return [*outs[:-1], *_one_after_another(outs[-1], beside)]
+        *outs, held = call(*operands)
+        return [*outs, *_one_after_another(held, exchange.split(operands)[2])]
 
     return mlir.lower_fun(start, multiple_results=True)(ctx, *operands)
 
@@ -399,6 +380,7 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     if exchange.is_global:
         here = functools.partial(xla.move, exchange, False)
         if choice.implementation in ON_GPU:
-            here = _whole_call(ctx, exchange, None)
+            here = _custom_call(ctx, exchange, None)
         return _lower_partitioned(ctx, *operands, exchange=exchange, on_one_device=here)
-    return choice.lower(Operation.EXCHANGE, ctx, *operands, exchange=exchange)
+    rule = choice.implementation.lowerings[Operation.EXCHANGE]
+    return rule(ctx, *operands, exchange=exchange, choice=choice)

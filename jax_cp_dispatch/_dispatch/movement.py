@@ -249,12 +249,10 @@ def dispatch(
       ValueError: shapes, `axis_name`, the size of the axis, `buffer` or `out` do not match.
       jax.errors.JaxRuntimeError: at run time, on every rank of the group, before anything moves:
         the plan exceeds `capacity` or the rows of `x`, its ranges overlap, the buffer was
-        destroyed, or a rank missed the deadline. All later calls of this execution then fail too,
-        in every group. One case cannot be caught: a group that has finished its exchanges and waits
-        for the failed group in an XLA collective stays blocked until XLA aborts the process. On
-        CPU, `ppermute` over the ranks' own axis is such a collective. With `implementation="xla"`,
-        or if one device holds all ranks, no error is raised: an invalid plan fills floating-point
-        results with NaN. Plans are not checked if the result has no elements.
+        destroyed, or a rank missed the deadline. docs/errors.md says what follows in other groups
+        and later calls. With `implementation="xla"`, or if one device holds all ranks, no error is
+        raised: an invalid plan fills floating-point results with NaN. Plans are not checked if the
+        result has no elements.
     """
     op = "dispatch"
     argument = read_outgoing(op, "x", x, metadata, capacity, buffer, out)

@@ -64,15 +64,6 @@ class XlaRanks(NamedTuple):
         return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
 
 
-class SortedReplicas(NamedTuple):
-    """The replicas of all shards, sorted by destination rank and row."""
-
-    rank: Int32[Array, " WSC"]
-    begin: Int32[Array, " WSC"]
-    end: Int32[Array, " WSC"]
-    replica: Int32[Array, " WSC"]  # its index in [W, S, C]
-
-
 class Transfers(NamedTuple):
     """The transfers of all ranks, and whether the native handlers would accept them."""
 
@@ -80,7 +71,8 @@ class Transfers(NamedTuple):
     dst_row: Int32[Array, "W S C"]
     src_row: Int32[Array, "W S"]
     num_rows: Int32[Array, "W S"]  # 0 where nothing moves
-    received: SortedReplicas
+    is_contiguous: bool  # whether shards follow each other, so that a row is in one of them
+    received: tuple[Array, ...]  # by rank and row: ranks, begins, ends, and indices in [W, S, C]
     is_valid: Bool[Array, ""]
 
     @property
@@ -107,7 +99,7 @@ def read_transfers(
 
     `num_tokens` are rows per rank of the sender's arrays, `capacity` those of the receive buffers.
     """
-    num_ranks = ranks.num_ranks
+    num_ranks, is_contiguous = ranks.num_ranks, metadata.src_offset is None
     metadata = _gather_metadata(metadata, ranks)
     seq_len, src_row = metadata.seq_len, metadata.src_offset
     dst_rank, dst_row = metadata.dst_rank, metadata.dst_offset
@@ -140,8 +132,7 @@ def read_transfers(
     moved_from = moved_from.at[dst_rank, senders].add(num_moved)
     index = jnp.arange(dst_rank.size, dtype=jnp.int32)
     replicas = (*(x.ravel() for x in (dst_rank, dst_row, dst_row + num_moved)), index)
-    received = SortedReplicas(*lax.sort(replicas, num_keys=2))
-    rank, begin, end, _ = received
+    received = rank, begin, end, _ = lax.sort(replicas, num_keys=2)
     overlap = (rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1])
     is_valid = ~(
         jnp.any(is_negative)
@@ -154,21 +145,22 @@ def read_transfers(
         all_ = lax.all_gather(fingerprint, ranks.axis_names)
         is_right = jnp.all(all_[:, 1::2] == all_[:, 2::2])
         is_valid &= is_right & jnp.all(all_[:, 0] == all_[0, 0])
-    return Transfers(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
+    num_rows = jnp.max(num_moved, axis=2)
+    return Transfers(dst_rank, dst_row, src_row, num_rows, is_contiguous, received, is_valid)
 
 
 def find_sources(plan: Transfers, rank: Array, capacity: int) -> tuple[Array, Array]:
     """Returns, per row of the rank's receive buffer, its source rank (-1: none) and row."""
     _, num_slots, num_replicas = plan.dst_rank.shape
-    received = plan.received
-    begin = jnp.where(received.rank == rank, received.begin, _MAX_INT32)
-    begin = jnp.where(received.rank < rank, -1, begin)
+    ranks, begins, ends, replicas = plan.received
+    begin = jnp.where(ranks == rank, begins, _MAX_INT32)
+    begin = jnp.where(ranks < rank, -1, begin)
     rows = jnp.arange(capacity, dtype=jnp.int32)
     place = jnp.searchsorted(begin, rows, side="right") - 1
-    is_covered = (place >= 0) & (received.rank[place] == rank) & (rows < received.end[place])
-    shard = received.replica[place] // num_replicas
+    is_covered = (place >= 0) & (ranks[place] == rank) & (rows < ends[place])
+    shard = replicas[place] // num_replicas
     src_rank = jnp.where(is_covered, shard // num_slots, -1)
-    return src_rank, plan.src_row.ravel()[shard] + rows - received.begin[place]
+    return src_rank, plan.src_row.ravel()[shard] + rows - begins[place]
 
 
 def _gather_metadata(metadata: MetadataOperands, ranks: XlaRanks) -> MetadataOperands:

@@ -320,7 +320,11 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
     text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
     if not text.isdecimal() or int(text) < 1 << 20:
         raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
-    found = publish_all("ready", [_why_not_ready(), len(_local_gpus()), _host(), int(text)])
+    why = runtime.cuda_reason
+    if runtime.cuda is not None:
+        num_gpus, reason = runtime.cuda.device_count()
+        why = f"this process has no GPU: {reason}" if num_gpus == 0 else ""
+    found = publish_all("ready", [why, len(_local_gpus()), _host(), int(text)])
     reasons = [f"process {p}: {why}" for p, (why, *_) in enumerate(found) if why]
     if not reasons and max(num_gpus for _, num_gpus, *_ in found) > 1:
         p, num_gpus = next((p, one[1]) for p, one in enumerate(found) if one[1] > 1)
@@ -379,14 +383,6 @@ def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:
         return GpuWorld(slabs.transport, "; ".join([where, *reasons]))
     inside = f"groups of ranks inside one host use {slabs.transport}"
     return GpuWorld("xla", "; ".join([where, *reasons, inside]))
-
-
-def _why_not_ready() -> str:
-    """Returns the first obstacle that a process can find alone, or ""."""
-    if runtime.cuda is None:
-        return runtime.cuda_reason
-    num_gpus, reason = runtime.cuda.device_count()
-    return f"this process has no GPU: {reason}" if num_gpus == 0 else ""
 
 
 def _local_gpus() -> list[Any]:

@@ -18,7 +18,6 @@ import jax
 from jax_cp_dispatch._jax_private import (
     distributed,
     get_distributed_runtime_client,
-    get_distributed_runtime_service,
     xla_bridge,
 )
 from jax_cp_dispatch._ranks.sockets import JobMember, meet
@@ -125,27 +124,8 @@ def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
 # would end all others, because JAX ends a process whose service is gone. The value is the address
 # of the first meeting.
 HOSTED_BY_LAUNCHER = "JAX_CP_DISPATCH_HOSTED_COORDINATION"
-_NUM_PROCESSES = "JAX_NUM_PROCESSES"
-_PROCESS_ID = "JAX_PROCESS_ID"
-
-
-def job_environment(
-    address: str, meeting: str, num_processes: int, process_id: int
-) -> dict[str, str]:
-    """Returns the variables from which `join` finds the job in a process of the launcher."""
-    return {
-        "JAX_COORDINATOR_ADDRESS": address,
-        _NUM_PROCESSES: str(num_processes),
-        _PROCESS_ID: str(process_id),
-        HOSTED_BY_LAUNCHER: meeting,
-    }
-
-
-def host_service(address: str, num_processes: int) -> Any:
-    """Starts the coordination service of a job, in a process outside the job."""
-    return get_distributed_runtime_service(
-        address, num_processes, shutdown_timeout=5, recoverable=True
-    )
+ADDRESS, NUM_PROCESSES = "JAX_COORDINATOR_ADDRESS", "JAXNUM_PROCESSES"
+PROCESS_ID = "JAXPROCESS_ID"
 
 
 def join(
@@ -167,11 +147,11 @@ def join(
       RuntimeError: a process did not join; raised in all that did. Or JAX has already started here,
         or this process may open too few files.
     """
-    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if num_processes is None and _NUM_PROCESSES in os.environ:
-        num_processes = int(os.environ[_NUM_PROCESSES])
-    if process_id is None and _PROCESS_ID in os.environ:
-        process_id = int(os.environ[_PROCESS_ID])
+    address = address or os.environ.get(ADDRESS)
+    if num_processes is None and NUM_PROCESSES in os.environ:
+        num_processes = int(os.environ[NUM_PROCESSES])
+    if process_id is None and PROCESS_ID in os.environ:
+        process_id = int(os.environ[PROCESS_ID])
     if address is None and num_processes is None and process_id is None:
         return False
     if num_processes != 1 and xla_bridge.backends_are_initialized():
@@ -190,7 +170,16 @@ def join(
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if meeting and address is not None and process_id is not None:
-        _start_client(address, num_processes or 1, process_id, timeout)
+        # As `jax.distributed.initialize` does in every process except the first.
+        state: Any = distributed.global_state
+        state.coordinator_address, state.process_id = address, process_id
+        state.num_processes = num_processes or 1
+        client = get_distributed_runtime_client(
+            address, process_id, init_timeout=max(1, round(timeout)), use_compression=True
+        )
+        client.connect()
+        state.client = client
+        state.initialize_preemption_sync_manager()
         return True
     jax.config.update("jax_enable_recoverability", is_one_host)
     jax.distributed.initialize(
@@ -202,20 +191,6 @@ def join(
     )
     end_in_order()
     return True
-
-
-def _start_client(address: str, num_processes: int, process_id: int, timeout: float) -> None:
-    """Does what `jax.distributed.initialize` does in every process except the first."""
-    state = distributed.global_state
-    state.coordinator_address = address
-    state.num_processes = num_processes
-    state.process_id = process_id
-    client = get_distributed_runtime_client(
-        address, process_id, init_timeout=max(1, round(timeout)), use_compression=True
-    )
-    client.connect()
-    state.client = client
-    state.initialize_preemption_sync_manager()
 
 
 # ---- Open files, counted before gloo runs into their limit.
@@ -355,7 +330,7 @@ def refuse_here(op: str) -> None:
             "started there. JAX's threads are not copied, so the call would hang. Start processes "
             "with multiprocessing.get_context('spawn') or subprocess, or fork before JAX is used."
         )
-    num_processes = os.environ.get(_NUM_PROCESSES)
+    num_processes = os.environ.get(NUM_PROCESSES)
     if HOSTED_BY_LAUNCHER in os.environ and num_processes != "1" and not is_in_job():
         raise RuntimeError(
             f"{op}: the launcher started {num_processes} processes, but this one has not joined "

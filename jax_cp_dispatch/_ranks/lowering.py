@@ -36,7 +36,6 @@ from jax_cp_dispatch._ranks.implementations import (
     IMPLEMENTATIONS,
     XLA,
     Implementation,
-    Operation,
     choose_implementation,
 )
 from jax_cp_dispatch._text import say_once
@@ -85,10 +84,6 @@ class Chosen(NamedTuple):
     implementation: Implementation
     groups: Groups | None
 
-    def lower(self, operation: Operation, ctx: Any, *operands: Any, **call: Any) -> Any:
-        """Lowers an operation by the rule of the implementation."""
-        return self.implementation.lowerings[operation](ctx, *operands, choice=self, **call)
-
     def rank_attributes(self, ctx: Any, comm: Communicator, what: str) -> dict[str, Any]:
         """Returns the attributes by which a custom call finds its ranks; see `Implementation`."""
         return self.implementation.rank_attributes(ctx, comm, self.groups, what)
@@ -110,7 +105,8 @@ def choose(ctx: Any, op: str, comm: Communicator, *, on_one_device: bool = False
             return Chosen(XLA, None)
         here = (jax.local_devices()[0],) * comm.num_ranks
         return Chosen(choose_implementation(op, wanted, platforms, (here,)), None)
-    groups = mesh_groups(_program_mesh(ctx), comm.axis_names, comm.group_axes)
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    groups = mesh_groups(mesh, comm.axis_names, comm.group_axes)
     return Chosen(choose_implementation(op, wanted, platforms, groups), groups)
 
 
@@ -132,17 +128,13 @@ def prepare_cpu_devices() -> None:
 
 def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
     """Lowers `fn`, which makes further mesh axes manual; see `with_manual_axes`."""
-    mesh = _program_mesh(ctx)
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     is_concrete = isinstance(mesh, jax.sharding.Mesh) and not mesh.empty
     token = mesh_around.set(mesh if is_concrete else mesh_around.get())
     try:
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
     finally:
         mesh_around.reset(token)
-
-
-def _program_mesh(ctx: Any) -> Any:
-    return getattr(ctx.module_context.axis_context, "mesh", None)
 
 
 def rank_and_group(comm: Communicator) -> list[Any]:

@@ -266,7 +266,14 @@ def _choose(process: int, timeout: float) -> TransportChoice:
         )  # fmt: skip
         heard = publish_and_read_all(_OP, "process_info", own, timeout)
         others = [ProcessInfo(*fields) for fields in heard]
-        _check_versions(others)
+        for other, info in enumerate(others):
+            if info.version != others[0].version:
+                raise RuntimeError(
+                    f"initialize: process {other} (pid {info.pid} on {info.host_name}) "
+                    "runs another program version. Expected, as in process 0: "
+                    f"{others[0].version}. Seen: {info.version}. Install the same versions for "
+                    "all processes."
+                )
         _check_addresses(others)
         owners = [(other.host, other.user) for other in others]
         memory_groups = [owners.index(owner) for owner in owners]
@@ -307,16 +314,6 @@ def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
-
-
-def _check_versions(others: list[ProcessInfo]) -> None:
-    for other, info in enumerate(others):
-        if info.version != others[0].version:
-            raise RuntimeError(
-                f"initialize: process {other} (pid {info.pid} on {info.host_name}) "
-                f"runs another program version. Expected, as in process 0: {others[0].version}. "
-                f"Seen: {info.version}. Install the same versions for all processes."
-            )
 
 
 def _why_several(others: list[ProcessInfo]) -> str | None:

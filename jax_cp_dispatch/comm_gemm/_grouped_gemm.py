@@ -61,7 +61,8 @@ def _shape(lhs, *_, call: GemmCall):
 
 def _lower(ctx, *operands, call: GemmCall):
     choice = choose(ctx, call.op, call.comm)
-    return choice.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
+    rule = choice.implementation.lowerings[Operation.GROUPED_GEMM]
+    return rule(ctx, *operands, call=call, choice=choice)
 
 
 def _lower_on_cpu(ctx, *operands, call: GemmCall, choice: Chosen):
@@ -81,7 +82,7 @@ def _lower_on_cpu(ctx, *operands, call: GemmCall, choice: Chosen):
 def _lower_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen):
     missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
     by_xla = fall_back(choice, call.op, call.comm, missing)
-    return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call)
+    return _lower_by_xla(ctx, *operands, call=call, choice=by_xla)
 
 
 def _lower_by_xla(ctx, *operands, call: GemmCall, choice: Chosen):

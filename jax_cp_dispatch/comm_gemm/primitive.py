@@ -270,7 +270,8 @@ def _lower(ctx, *operands, call: GemmCall, **params):
         opened = functools.partial(_with_all_axes_manual, call=call, **params)
         return lower_opened(opened, ctx, *operands)
     choice = choose(ctx, call.op, call.comm)
-    return choice.lower(Operation.GEMM, ctx, *operands, call=call, **params)
+    rule = choice.implementation.lowerings[Operation.GEMM]
+    return rule(ctx, *operands, call=call, choice=choice, **params)
 
 
 def _with_all_axes_manual(*operands, call: GemmCall, tree, results: GemmResults):
@@ -461,7 +462,7 @@ def _lower_on_gpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     params: Any = {"call": call, "tree": tree, "results": results}
     if missing is not None:
         by_xla = fall_back(choice, call.op, call.comm, missing)
-        return by_xla.lower(Operation.GEMM, ctx, *values, **params)
+        return _lower_by_xla(ctx, *values, **params, choice=by_xla)
     runtime.open_cublaslt()
     attributes = _gpu_attributes(call, operands) | choice.rank_attributes(ctx, call.comm, "")
     scratch = _scratch(call, operands, results)
