@@ -127,7 +127,9 @@ class Exchange(NamedTuple):
         return fields, list(itertools.compress(arrays, keep)), kept
 
     def inside(self, mesh: Any) -> Callable[..., list[Any]]:
-        """Returns the call of one rank, with all axes of `mesh` manual."""
+        """Returns the call of one rank, with all axes of `mesh`, which has all ranks, manual."""
+        num_devices = math.prod(mesh.shape[name] for name in self.comm.axis_names)
+        check_world_size(self.op, self.comm.num_ranks, self.comm.axis_names, num_devices)
         own = self._replace(comm=self.comm.inside(mesh), is_global=False, mesh=None)
         return functools.partial(self.primitive.bind, exchange=own)
 

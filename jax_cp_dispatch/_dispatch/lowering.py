@@ -6,7 +6,6 @@ merged or hoisted on all of them alike.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.interpreters.mlir import ir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch._dispatch import xla
-from jax_cp_dispatch._dispatch.arguments import Exchange, check_world_size
+from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
@@ -280,7 +279,6 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
 
     def partition(mesh, arguments, results):
         mesh = program_mesh(exchange.op, names, mesh, mesh_around)
-        _check_mesh(exchange, mesh)
         fields, arrays, storage = exchange.split(arguments)
         is_free = lambda axis: axis not in names
         row_specs = [row_spec(x.sharding, len(x.shape), names, is_free) for x in arrays]
@@ -312,15 +310,8 @@ def _run_over_ranks(*operands, exchange: Exchange):
             f"{exchange.op}: on TPUs, arrays of all ranks need a mesh that is known before the "
             "program is compiled. Pass mesh=, or call under jax.set_mesh or inside jax.shard_map."
         )
-    _check_mesh(exchange, mesh)
     run = exchange.inside(mesh)
     return with_manual_axes(run, names, mesh, in_specs=P(names), out_specs=P(names))(*operands)
-
-
-def _check_mesh(exchange: Exchange, mesh) -> None:
-    comm = exchange.comm
-    num_devices = math.prod(mesh.shape[name] for name in comm.axis_names)
-    check_world_size(exchange.op, comm.num_ranks, comm.axis_names, num_devices)
 
 
 def _sharding_rule(exchange: Exchange, avals_in: Sequence[Any], avals_out: Sequence[Any]):
