@@ -278,29 +278,18 @@ def _check_mesh_comes_later(op: str, names: tuple[str, ...], arrays: Sequence[An
 # ---- Finds and extends the mesh axes over which arrays vary in `jax.shard_map` (`check_vma`).
 
 
-def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list[Array]:
-    """Makes all arrays vary over the union of their mesh axes and `also`.
+def vary_alike(tree: Any, *, also: Iterable[str] = (), like: ArrayLike | None = None) -> Any:
+    """Makes all arrays of a pytree vary over the union of their mesh axes, of `also` and `like`.
 
     JAX's operations do this themselves; ours need it for the operands of one primitive, for the
     initial and the next carry of a loop, and for an argument and its cotangent in a custom
     derivative. The transpose sums over the added axes. Outside `shard_map` it does nothing.
     """
-    arrays = list(arrays)
-    axes = frozenset(also).union(*map(varying_axes, arrays))
-    missing = [tuple(axes - varying_axes(x)) for x in arrays]
-    add = lambda x, names: jax.lax.pcast(x, names, to="varying") if names else jnp.asarray(x)
-    return [add(x, names) for x, names in zip(arrays, missing, strict=True)]
-
-
-def vary_together(tree: Any, *, also: Iterable[str] = ()) -> Any:
-    """`vary_alike` of the arrays of a pytree."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(vary_alike(leaves, also=also))
-
-
-def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
-    """Makes all arrays vary over the mesh axes of `like` too, as initial carries of a loop must."""
-    return vary_alike(arrays, also=varying_axes(like))
+    axes = frozenset(also).union(*map(varying_axes, [*leaves, *([] if like is None else [like])]))
+    missing = [tuple(axes - varying_axes(x)) for x in leaves]
+    add = lambda x, names: jax.lax.pcast(x, names, to="varying") if names else jnp.asarray(x)
+    return structure.unflatten([add(x, names) for x, names in zip(leaves, missing, strict=True)])
 
 
 def varying_axes(array: ArrayLike) -> frozenset[str]:

@@ -211,8 +211,7 @@ def gemm(
         call = _with_overlap(call, operands, paired_comm_overlap)
         return_aux |= config.is_bulk
     operands = operands._replace(gelu_input=_read_gelu_input(call, given.get("gelu_input")))
-    arrays, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, vary_alike(whole_on_explicit_axes(arrays)))
+    operands = vary_alike(whole_on_explicit_axes(operands))
     if communicates:
         results = bind_gemm(call, operands)
         rows = free_lhs if config.is_bulk else call.out_shape[:1]

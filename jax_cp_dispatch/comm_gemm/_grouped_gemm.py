@@ -31,7 +31,7 @@ from jax_cp_dispatch._ranks.lowering import (
     one_after_another,
     run_alone,
 )
-from jax_cp_dispatch._ranks.options import vary_alike, vary_like, whole_on_explicit_axes
+from jax_cp_dispatch._ranks.options import vary_alike, whole_on_explicit_axes
 from jax_cp_dispatch.buffers import check_flag
 from jax_cp_dispatch.comm_gemm.checks import (
     check_operand_types,
@@ -292,7 +292,7 @@ def _bind(call: GemmCall, lhs, rhs, bias, group_sizes, scales=(None, None)):
         if call.fuse_bias and sums.size and group_sizes.size:  # rows have the bias of their group
             of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(sums))
             sums = jnp.where(jnp.arange(len(sums))[:, None] < group_sizes.sum(), of_rows, 0)
-        return vary_like([sums], lhs)[0]
+        return vary_alike(sums, like=lhs)
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
     return grouped_gemm_p.bind(*operands, call=call)
 

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.options import vary_alike, vary_like, varying_axes
+from jax_cp_dispatch._ranks.options import vary_alike, varying_axes
 from jax_cp_dispatch._residuals import named_gathered_tokens
 from jax_cp_dispatch.comm_gemm.partitioning import (
     constrain_weight,
@@ -130,7 +130,7 @@ _gradients.defvjp(_gradients_forward, _gradients_backward)
 def _weight_gradient(s: Matmul, x, dy, w):
     """Returns x' dy, summed over rows and batches, for each weight."""
     if 0 in (*x.shape, *dy.shape):  # XLA fails where all operands of a shard_map are empty
-        return tuple(vary_like(map(jnp.zeros_like, w), dy))
+        return vary_alike(tuple(map(jnp.zeros_like, w)), like=dy)
     lhs, rhs = (dy, x) if s.rhs_transposed else (x, dy)
     rows = tuple(range(x.ndim - 1))
     wide = sum_dtype(w[0].dtype)

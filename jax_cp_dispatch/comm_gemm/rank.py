@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks.communicator import Communicator
-from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.primitive import GemmCall, GemmOperands, bind_gemm
 from jax_cp_dispatch.scaling import (
@@ -184,7 +184,9 @@ def product_of_rank(s: Matmul, x, w, bias, scales, *, keeps: bool):
     shape = (*x.shape[:-2], rows, s.num_columns(w))
     if 0 in (*x.shape, *w.shape):  # jaxlib 0.11 crashes on empty arrays
         of_all = (*x.shape[:-2], rows, x.shape[-1])
-        out, gathered = vary_like([jnp.zeros(shape, s.out_dtype), jnp.zeros(of_all, x.dtype)], x)
+        out, gathered = vary_alike(
+            [jnp.zeros(shape, s.out_dtype), jnp.zeros(of_all, x.dtype)], like=x
+        )
         if bias is not None:
             out = jnp.broadcast_to(bias.astype(out.dtype), out.shape)
         return out if s.gathers else real_rows(s, out), gathered if keeps else None

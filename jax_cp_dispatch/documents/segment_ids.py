@@ -200,10 +200,9 @@ def gather_sequence(
       arrays: of this rank; the same shapes on all ranks.
       num_ranks: of the axis, W.
     """
-    leaves, structure = jax.tree.flatten(arrays)
-    if num_ranks == 1 or not leaves:
+    if num_ranks == 1 or not jax.tree.leaves(arrays):
         return arrays
-    arrays = structure.unflatten(vary_alike(leaves, also=exchange.axis_names))
+    arrays = vary_alike(arrays, also=exchange.axis_names)
     tokens = jax.tree.map(lambda x: x[None], arrays)
     sent = outgoing(tokens, plan_to_all(num_ranks), capacity=num_ranks)
     (gathered,) = move(exchange, [sent], AllGather(exchange.axis_name))

@@ -192,8 +192,7 @@ def _call(op: str, mode: ScalingMode | None, arrays: Any, *others: Any) -> Any:
 def _on_rank(config: tuple[CollectiveOptions, ScalingMode | None], *operands: Any) -> Any:
     """Moves tokens to their experts; without a mode, rows back."""
     options, mode = config
-    leaves, tree = jax.tree.flatten(operands)
-    arrays, *weights, routing = tree.unflatten(vary_alike(leaves, also=options.axis_names))
+    arrays, *weights, routing = vary_alike(operands, also=options.axis_names)
     leaves, tree = jax.tree.flatten(arrays)
     if mode is not None:
         return tree.unflatten(send_to_rows(options, mode, routing, leaves))

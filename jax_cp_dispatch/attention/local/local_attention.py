@@ -15,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.options import vary_like, vary_together
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
@@ -158,7 +158,7 @@ def local_attention(
     )
     q, k, v, sink = in_reverse_only(op, (q, k, v, sink))
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *vary_together((q, k, v, ranges, sink)))
+        return _attend(options, *vary_alike((q, k, v, ranges, sink)))
 
 
 @door("local_attention_backward", **_STEPS_OF_RANGES)
@@ -213,7 +213,7 @@ def local_attention_backward(
     ranges = read_ranges(op, q.shape[:2], given)
     whole = SoftmaxGradients(out, lse, dout, dlse)
     q, k, v, whole = forbid_second_derivative(op, (q, k, v, whole))
-    return _backward(options, *vary_together((q, k, v, ranges, whole)))
+    return _backward(options, *vary_alike((q, k, v, ranges, whole)))
 
 
 def _check_options(op: str, q, k, v, softmax: dict[str, Any], blocks: dict[str, Any]) -> None:
@@ -248,14 +248,14 @@ def attend_ranges(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, sink: Array | None
 ) -> tuple[Array, ...]:
     """`local_attention` of checked arguments, without a derivative: for the rules of others."""
-    return _forward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
+    return _forward(options, *vary_alike((q, *kv, ranges_of_rows(ranges, q.shape[:2]), sink)))
 
 
 def range_gradients(
     options: PassOptions, q: Array, kv: Any, ranges: MaskRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
     """`local_attention_backward` of checked arguments."""
-    return _backward(options, *vary_together((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
+    return _backward(options, *vary_alike((q, *kv, ranges_of_rows(ranges, q.shape[:2]), whole)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -275,7 +275,7 @@ def _attention_bwd(options, residuals, cotangents):
     dout, dlse, *_ = cotangents
     *operands, out, lse, sink = residuals
     if isinstance(dout, SymbolicZero):
-        (dout,) = vary_like([jnp.zeros_like(out)], operands[0])
+        dout = vary_alike(jnp.zeros_like(out), like=operands[0])
     dlse = None if isinstance(dlse, SymbolicZero) else dlse  # most programs use `out` alone
     dout, dlse = forbid_second_derivative("local_attention", (dout, dlse))
     whole = SoftmaxGradients(out, lse, dout, dlse)
@@ -297,7 +297,7 @@ def _forward(options, q, k, v, ranges: RowRanges, sink):
         dtype = accumulator(q)
         empty = [jnp.zeros((B, T, N, Hv), options.out_dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
-        return tuple(vary_like(empty, q))
+        return tuple(vary_alike(empty, like=q))
     sink = None if sink is None else jnp.broadcast_to(sink, (B, N))
     out, lse, *max_logits = fused_attention(options, q, k, v, ranges, sink)
     return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
@@ -308,7 +308,7 @@ def _backward(options, q, k, v, ranges: RowRanges, whole: SoftmaxGradients):
     B, T = q.shape[:2]
     if B * T * k.shape[1] == 0:
         arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
-        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
+        return vary_alike(tuple(jnp.zeros(x.shape, dtype) for x, dtype in arrays), like=q)
     return fused_gradients(options, q, k, v, ranges, whole)
 
 

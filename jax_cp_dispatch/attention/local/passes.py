@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.attention.local import gpu
 from jax_cp_dispatch.attention.local.ranges import (
     KeyRanges,
@@ -188,7 +188,7 @@ def gradients_blockwise(options, q, cotangents: OutputCotangents, ranges: KeyRan
         dq_block, *dkv = each_key_block(index, (blocks.first, blocks.last, queries), add_block, row)
         return set_block(dq, index, dq_block), *dkv
 
-    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
+    zeros = vary_alike((jnp.zeros_like(k), jnp.zeros_like(v)), like=q)
     return each_query_block(options, one_query_block, (dq, *zeros), q)
 
 
