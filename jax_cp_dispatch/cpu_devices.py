@@ -107,11 +107,7 @@ def keep_freed_memory(*, enable: bool = True) -> None:
 
 
 def warn_of_deadlock(num_devices: int) -> None:
-    """Warns, once per process, if programs in flight over these devices can deadlock.
-
-    Args:
-      num_devices: CPU devices of this process.
-    """
+    """Warns, once per process, if programs in flight over its CPU devices can deadlock."""
     global _has_warned
     if _has_warned or num_devices < 2 or _num_threads() >= _THREADS_PER_DEVICE * num_devices:
         return

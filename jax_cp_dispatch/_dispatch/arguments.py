@@ -38,25 +38,17 @@ PLANNED = "num_recv_tokens", "seq_len", "dst_rank", "dst_offset", "src_offset"
 class OperandGroup(NamedTuple):
     """Arrays that move by the same metadata.
 
-    Attributes:
-      num_arrays: that move.
-      num_tokens: rows per rank in the owner's layout.
-      capacity: rows per rank of the receive buffer.
-      fields: the names of the metadata's arrays: those of `PLANNED`, and "weights" of a combine
-        that sums the rows of a token times these. It is in the caller's derivative rule, and not
-        transposed.
-      buffer: id of the registered buffer whose limits apply; 0: none.
-      capacity_name: the argument that sets the capacity, for messages.
-      has_fingerprint: whether the ranks compare fingerprints of the plan.
+    The names of the metadata's arrays are those of `PLANNED`, and "weights" of a combine that sums
+    the rows of a token times these: it is in the caller's derivative rule, and not transposed.
     """
 
     num_arrays: int
-    num_tokens: int
-    capacity: int
-    fields: tuple[str, ...]
-    buffer: int
-    capacity_name: str
-    has_fingerprint: bool
+    num_tokens: int  # rows per rank in the owner's layout
+    capacity: int  # rows per rank of the receive buffer
+    fields: tuple[str, ...]  # the names of the metadata's arrays
+    buffer: int  # id of the registered buffer whose limits apply; 0: none
+    capacity_name: str  # the argument that sets the capacity, for messages
+    has_fingerprint: bool  # whether the ranks compare fingerprints of the plan
 
 
 @runtime_checkable

@@ -14,13 +14,7 @@ _lock = threading.Lock()
 
 
 class BufferLimits(NamedTuple):
-    """What a buffer allows, read when a call is traced.
-
-    Attributes:
-      capacity: rows of the result of a call, on each rank.
-      deadline: seconds until the ranks that have arrived give up on those that have not; None: the
-        platform's default.
-    """
+    """What a buffer allows, read when a call is traced; see `create_dispatch_buffer`."""
 
     capacity: int
     deadline: float | None

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch._dispatch import xla
 from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
@@ -36,7 +36,6 @@ from jax_cp_dispatch._ranks.lowering import (
     partitioned,
     prepare_cpu_devices,
     program_mesh,
-    rank_and_group,
 )
 from jax_cp_dispatch._ranks.options import (
     CallContext,
@@ -70,29 +69,35 @@ def _custom_call(
     # The groups have properties that shapes do not show.
     rows = "; ".join(f"{x.num_tokens} tokens, capacity {x.capacity}" for x in groups)
     what = f"{'dispatch' if exchange.sums is None else 'combine'} of {rows}"
+    if choice is None:
+        ranks = all_ranks_here()
+    else:
+        ranks = choice.implementation.rank_attributes(ctx, comm, choice.groups, what)
     attributes = {
         "op": exchange.op,
         "capacity_names": ",".join(group.capacity_name for group in groups),
         **{name: np.array(values, np.int64) for name, values in of_groups.items()},
         **comm.attributes(),
-        **(choice.rank_attributes(ctx, comm, what) if choice else all_ranks_here()),
+        **ranks,
     }
     if choice is None or choice.implementation in ON_GPU:
         attributes["num_comm_sm"] = np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS))
     target = runtime.DISPATCH_TARGET if exchange.sums is None else runtime.COMBINE_TARGET
 
     def call(*operands: Any) -> list[Any]:
-        places = rank_and_group(Communicator() if exchange.is_global else comm)
         fields, arrays, further = exchange.split(operands)
-        given, avals_out = [*places, *fields, *arrays, *further], ctx.avals_out
-        first, num_aliases, first_result = len(given) - len(further), len(further), 0
+        axes = ((), ()) if exchange.is_global else (comm.axis_names, comm.group_axes)
+        given, n, avals_out = [*map(rank_index, axes), *fields, *arrays], len(arrays), ctx.avals_out
         if is_start:
-            given, avals_out = given[:first], avals_out[: 2 * len(arrays) + 1]
-            first, num_aliases, first_result = first - len(arrays), len(arrays), len(arrays)
+            avals_out = avals_out[: 2 * n + 1]
+            aliases = {len(given) - n + i: n + i for i in range(n)}
+        else:
+            aliases = {len(given) + i: i for i in range(len(further))}
+            given += further
         handler = jax.ffi.ffi_call(
             f"{target}_start" if is_start else target,
             [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals_out],
-            input_output_aliases={first + i: first_result + i for i in range(num_aliases)},
+            input_output_aliases=aliases,
             has_side_effect=is_start,  # two calls of the same exchange must not become one
         )
         return list(handler(*given, **attributes))

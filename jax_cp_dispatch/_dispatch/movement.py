@@ -49,21 +49,13 @@ SCOPE = "cpd.exchange"
 
 
 class _Call(NamedTuple):
-    """One call of a primitive.
+    """One call of a primitive."""
 
-    Attributes:
-      exchange: None if nothing moves.
-      operands: of the primitive, without storage.
-      storage: arrays that the results may reuse, if any.
-      arguments: of the call.
-      num_held: ranks whose rows an array holds.
-    """
-
-    exchange: Exchange | None
-    operands: list[Array]
-    storage: list[Array]
+    exchange: Exchange | None  # None if nothing moves
+    operands: list[Array]  # without storage
+    storage: list[Array]  # that the results may reuse
     arguments: Sequence[Argument]
-    num_held: int
+    num_held: int  # ranks whose rows an array holds
 
     def results(self, moved: Sequence[Array]) -> list[Any]:
         """Returns rounded results, structured like the arrays; those that did not move are zero."""

@@ -62,18 +62,12 @@ def _shapes(*operands, exchange: Exchange):
 
 
 class PairValues(NamedTuple):
-    """The results of `start_p`, the operands of `done_p` without fields, or values of each.
+    """The results of `start_p`, the operands of `done_p` without fields, or values of each."""
 
-    Attributes:
-      results, arrays: one for each array that moves.
-      held: f32 [num_held].
-      beside: of any number.
-    """
-
-    results: list[Any]
-    arrays: list[Any]
-    held: Any
-    beside: list[Any]
+    results: list[Any]  # one for each array that moves
+    arrays: list[Any]  # as results
+    held: Any  # f32 [num_held]
+    beside: list[Any]  # of any number
 
     @classmethod
     def split(cls, values: Sequence[Any], exchange: Exchange) -> "PairValues":

@@ -371,11 +371,7 @@ def may_be_ragged(platforms: Sequence[str], backend: Any) -> bool:
 
     A program for the devices that are here needs the self-test, which all processes of a job run
     together. A program for other devices, those of `backend`, needs a compiler that takes the
-    operation. Any other program is only lowered, and uses it.
-
-    Args:
-      platforms: what the program is lowered for.
-      backend: the client whose devices the program is for; None if it is unknown.
+    operation. Any other program, whose backend may be None, is only lowered, and uses it.
     """
     if len(platforms) != 1 or platforms[0] not in _PLATFORMS:
         return False

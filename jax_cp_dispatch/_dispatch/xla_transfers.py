@@ -35,18 +35,13 @@ class MetadataOperands(NamedTuple):
 class XlaRanks(NamedTuple):
     """The ranks of an exchange.
 
-    Attributes:
-      rank: the one that runs, an integer scalar; without `axis_names` it is not read.
-      axis_names: the mesh axes whose devices are the ranks, the major one first; () if one device
-        holds the rows and the metadata of all ranks, in order of rank.
-      num_ranks: W.
-      may_be_ragged: whether `ragged_all_to_all` may be used.
+    Without `axis_names`, one device holds the rows and the metadata of all ranks, in their order.
     """
 
-    rank: Any
-    axis_names: tuple[str, ...]
+    rank: Any  # the one that runs, an integer scalar; not read without `axis_names`
+    axis_names: tuple[str, ...]  # whose devices are the ranks, the major one first
     num_ranks: int
-    may_be_ragged: bool = False
+    may_be_ragged: bool = False  # whether `ragged_all_to_all` may be used
 
     def gather(self, x: Array) -> Array:
         """Returns `[W, rows, ...]`: gathered, or on one device the rows split by rank."""

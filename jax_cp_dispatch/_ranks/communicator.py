@@ -75,24 +75,14 @@ Groups = tuple[tuple[Any, ...], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """The ranks of one call.
+    """The ranks of one call; without axes it does not communicate. Groups are independent."""
 
-    Attributes:
-      axis_names: mesh axes on which a device's index is its rank, major axis first; without axes
-        the call does not communicate.
-      num_ranks: of one group; 0 without axes.
-      group_axes: mesh axes on which a device's index is its group. Groups are independent.
-      open_axes: mesh axes that the lowering must make manual.
-      implementation: the caller's choice; None selects one.
-      deadline: seconds that a rank waits for another; None: the platform's default.
-    """
-
-    axis_names: tuple[str, ...] = ()
-    num_ranks: int = 0
-    group_axes: tuple[str, ...] = ()
-    open_axes: tuple[str, ...] = ()
-    implementation: str | None = None
-    deadline: float | None = None
+    axis_names: tuple[str, ...] = ()  # on which a device's index is its rank, major axis first
+    num_ranks: int = 0  # of one group; 0 without axes
+    group_axes: tuple[str, ...] = ()  # on which a device's index is its group
+    open_axes: tuple[str, ...] = ()  # that the lowering must make manual
+    implementation: str | None = None  # the caller's choice; None selects one
+    deadline: float | None = None  # seconds that a rank waits for another; None: the default
 
     def inside(self, mesh: Any) -> "Communicator":
         """Returns the same ranks with all axes of `mesh` manual."""

@@ -21,35 +21,21 @@ from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
 
 
 class GpuJob(NamedTuple):
-    """One process of a job of one GPU each, while they connect.
+    """One process of a job of one GPU each, while they connect."""
 
-    Attributes:
-      publish: (name, value) -> the values of all processes.
-      process: the number of this one.
-      device: its GPU, as CUDA counts.
-      hosts: of each process.
-      slab_bytes: of each process.
-    """
-
-    publish: Callable[[str, Any], list[Any]]
+    publish: Callable[[str, Any], list[Any]]  # (name, value) -> the values of all processes
     process: int
-    device: int
-    hosts: list[str]
-    slab_bytes: int
+    device: int  # its GPU, as CUDA counts
+    hosts: list[str]  # of each process
+    slab_bytes: int  # of each process
 
 
 class Slabs(NamedTuple):
-    """The slabs of all processes.
+    """The slabs of all processes."""
 
-    Attributes:
-      transport: "cuda_ipc" or "nvshmem".
-      bases: the address of each in this process; this process's own where it is not mapped.
-      memory_groups: the group of each process; those of one group map each other's slabs.
-    """
-
-    transport: str
-    bases: list[int]
-    memory_groups: list[int]
+    transport: str  # "cuda_ipc" or "nvshmem"
+    bases: list[int]  # the address of each here; this process's own where it is not mapped
+    memory_groups: list[int]  # of each process; those of one group map each other's slabs
 
     def reach(self, processes: Iterable[int]) -> bool:
         """Whether these processes exchange through the slabs; the same answer in all of them."""

@@ -62,16 +62,10 @@ def read_published(op: str, name: str) -> dict[int, Any]:
 
 
 def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list[Any]:
-    """Publishes `value` and returns the values of all processes of the job, this one included.
+    """Publishes `value`, in JSON, and returns the values of all processes of the job.
 
-    Args:
-      op: the function that every process must call, for error messages.
-      name: of the value; use each name once.
-      value: must be serializable as JSON.
-      timeout: seconds to wait for each of the other processes.
-    Raises:
-      RuntimeError: this process belongs to no job, or another one published nothing within
-        `timeout` seconds.
+    Every process must call `op`, which uses each name once. It raises RuntimeError if this process
+    belongs to no job, or if another one publishes nothing within `timeout` seconds.
     """
     if not is_in_job():
         raise RuntimeError(
@@ -82,11 +76,7 @@ def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list
 
 
 def read_from(op: str, name: str, process: int, timeout: float) -> Any:
-    """Returns the value that one process publishes by `publish`, within `timeout` seconds.
-
-    Raises:
-      RuntimeError: it published nothing.
-    """
+    """Returns what one process publishes; raises RuntimeError after `timeout` seconds."""
     key = f"jax_cp_dispatch/{op}/{name}/{process}"
     try:
         return json.loads(_client().blocking_key_value_get(key, round(1000 * timeout)))
@@ -99,14 +89,10 @@ def read_from(op: str, name: str, process: int, timeout: float) -> Any:
 
 
 def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
-    """Calls `attempt` in all processes of the job at once; all return the same.
+    """Calls `attempt` in all processes of the job at once; all return the first failure, or "".
 
-    Args:
-      name: of the attempt; use each name once.
-      attempt: may use all devices; returns why it failed, or "".
-      timeout: seconds to wait for the other processes to come, and then for their results.
-    Returns:
-      The first process's failure, or that not all came (then none calls `attempt`); else "".
+    `attempt` may use all devices, and returns why it failed, or "". No process calls it if not all
+    come within `timeout` seconds. Use each name once.
     """
     if jax.process_count() == 1:
         return attempt()
@@ -138,14 +124,11 @@ def join(
     """Joins the job given by the arguments or the environment; returns whether there is one.
 
     On one host, JAX does not end a process because another one ended; this package reports the loss
-    instead. Over several hosts JAX's watchdog ends it.
+    instead. Over several hosts JAX's watchdog ends it. `host` is equal for all processes of a host.
 
-    Args:
-      host: an id of the host; equal for all processes of one host.
-      timeout: seconds to wait for the other processes.
     Raises:
-      RuntimeError: a process did not join; raised in all that did. Or JAX has already started here,
-        or this process may open too few files.
+      RuntimeError: a process did not join in `timeout` seconds; raised in all that did. Or JAX has
+        already started here, or this process may open too few files.
     """
     address = address or os.environ.get(ADDRESS)
     if num_processes is None and NUM_PROCESSES in os.environ:
@@ -204,11 +187,7 @@ _SPARE = 1
 def check_open_files(num_processes: int, num_devices: int) -> None:
     """Refuses a limit with which JAX cannot start; warns of one too small for XLA's collectives.
 
-    Args:
-      num_processes: of this job, on this host.
-      num_devices: of each.
-    Raises:
-      RuntimeError: this process may open too few files.
+    The job has `num_processes` on this host, with `num_devices` each.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:

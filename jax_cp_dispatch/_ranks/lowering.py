@@ -30,7 +30,6 @@ from jax_cp_dispatch._ranks.communicator import (
     Groups,
     mesh_around,
     mesh_groups,
-    rank_index,
 )
 from jax_cp_dispatch._ranks.implementations import (
     IMPLEMENTATIONS,
@@ -74,29 +73,16 @@ def one_after_another(
 
 
 class Chosen(NamedTuple):
-    """The implementation of one call in the program that is being lowered.
-
-    Attributes:
-      implementation: the chosen one.
-      groups: the devices of the ranks; see `mesh_groups`.
-    """
+    """The implementation of one call in the program that is being lowered."""
 
     implementation: Implementation
-    groups: Groups | None
-
-    def rank_attributes(self, ctx: Any, comm: Communicator, what: str) -> dict[str, Any]:
-        """Returns the attributes by which a custom call finds its ranks; see `Implementation`."""
-        return self.implementation.rank_attributes(ctx, comm, self.groups, what)
+    groups: Groups | None  # the devices of the ranks; see `mesh_groups`
 
 
 def choose(ctx: Any, op: str, comm: Communicator, *, on_one_device: bool = False) -> Chosen:
     """Chooses the implementation of a call of `op` in the program that is being lowered.
 
-    Args:
-      ctx: of the lowering rule.
-      op: for messages.
-      comm: the ranks.
-      on_one_device: whether one device holds the rows of all ranks.
+    If `on_one_device`, one device holds the rows of all ranks.
     """
     wanted, platforms = comm.implementation, ctx.module_context.platforms
     if on_one_device:
@@ -135,11 +121,6 @@ def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
     finally:
         mesh_around.reset(token)
-
-
-def rank_and_group(comm: Communicator) -> list[Any]:
-    """Returns a device's rank and group, the first operands of a custom call."""
-    return [rank_index(comm.axis_names), rank_index(comm.group_axes)]
 
 
 def program_mesh(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:

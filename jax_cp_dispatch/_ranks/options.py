@@ -38,16 +38,12 @@ from jax_cp_dispatch._ranks.job import refuse_here
 class CallContext(NamedTuple):
     """The mesh of a call, and what must happen before each device runs its part.
 
-    Attributes:
-      mesh: None if only the compiler will know it.
-      is_global: whether the arrays hold the rows of all ranks; otherwise those of this rank.
-      open_axes: axes that our `shard_map` must make manual; if there are none, the partitioner
-        handles a global call.
+    The partitioner handles a global call without open axes.
     """
 
-    mesh: Any
-    is_global: bool
-    open_axes: tuple[str, ...] = ()
+    mesh: Any  # None if only the compiler will know it
+    is_global: bool  # whether the arrays hold the rows of all ranks; otherwise those of this rank
+    open_axes: tuple[str, ...] = ()  # that our `shard_map` must make manual
 
 
 def is_on_rank(op: str, names: tuple[str, ...]) -> bool:
@@ -150,23 +146,14 @@ def with_manual_axes(
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveOptions:
-    """The checked options of one call; static. Make it with `read_options`.
+    """The checked options of one call; static. Make it with `read_options`."""
 
-    Attributes:
-      op: the function that was called, for error messages.
-      axis_names: the mesh axes whose devices are the ranks, the major one first; () without ranks.
-      mesh: of global arrays, if given.
-      implementation: the caller's choice; None selects one.
-      deadline: seconds that a rank waits for another; None is the default.
-      num_comm_sm: multiprocessors of a GPU that an exchange uses; None is the default.
-    """
-
-    op: str
-    axis_names: tuple[str, ...]
-    mesh: Any = None
-    implementation: str | None = None
-    deadline: float | None = None
-    num_comm_sm: int | None = None
+    op: str  # the function that was called, for error messages
+    axis_names: tuple[str, ...]  # whose devices are the ranks, major axis first; () without ranks
+    mesh: Any = None  # of global arrays, if given
+    implementation: str | None = None  # the caller's choice; None selects one
+    deadline: float | None = None  # seconds that a rank waits for another; None is the default
+    num_comm_sm: int | None = None  # multiprocessors of a GPU per exchange; None is the default
 
     @property
     def axis_name(self) -> AxisName:
@@ -184,13 +171,9 @@ def read_options(
     *,
     needs_ranks: bool = True,
 ) -> CollectiveOptions:
-    """Checks the options of a call of `op` over a mesh axis.
+    """Checks the options of a call of `op` over a mesh axis, and that this process can make calls.
 
     Without `needs_ranks`, `axis_name` may be None: the call does not communicate.
-
-    Raises:
-      TypeError, ValueError: an argument is invalid.
-      RuntimeError: this process cannot make collective calls.
     """
     names = ()
     if needs_ranks or axis_name is not None:
@@ -209,13 +192,7 @@ def find_ranks(
 ) -> tuple[Communicator, CallContext]:
     """Finds the ranks of a call; its context from its surroundings, `mesh`, or the arrays.
 
-    Args:
-      options: of the call.
-      arrays: of the call; their types may determine the mesh.
-    Returns:
-      The ranks and the context. If the mesh is not known yet, the number of ranks is 0.
-    Raises:
-      ValueError, NotImplementedError: the call is not possible here.
+    If the mesh is not known yet, the number of ranks is 0.
     """
     op, names = options.op, options.axis_names
     refuse_here(op)  # the process that traces a derivative may be another one

@@ -86,10 +86,8 @@ def _connect_group(
     """Starts shared memory between the processes of each group, in the whole job or nowhere.
 
     If processes chose differently, some would wait for others. A process that fails reports it at
-    once, and then no process waits any longer.
-
-    Returns:
-      "" if it has started, else the reason why not, the same in all processes.
+    once, and then no process waits any longer. Returns "", or why it has not started, the same in
+    all processes.
     """
 
     def check_others():
@@ -136,8 +134,7 @@ def _own_address() -> str:
 def _check_addresses(others: Sequence[ProcessInfo]) -> None:
     """Rejects hosts whose names resolve to no address that other hosts reach.
 
-    Raises:
-      RuntimeError: there is such a host; gloo would fail in the first collective.
+    On such a host, gloo would fail in the first collective.
     """
     collectives = jax.config.values["jax_cpu_collectives_implementation"]
     if collectives != "gloo" or len({other.host for other in others}) == 1:

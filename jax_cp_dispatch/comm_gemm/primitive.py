@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.communicator import Communicator, rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
@@ -35,7 +35,6 @@ from jax_cp_dispatch._ranks.lowering import (
     lower_opened,
     one_after_another,
     prepare_cpu_devices,
-    rank_and_group,
     run_alone,
 )
 from jax_cp_dispatch._ranks.options import vary_alike, with_manual_axes
@@ -347,7 +346,8 @@ def _lower_custom_call(ctx, *values, call: GemmCall, tree, results, attributes, 
     def run(*values):
         shapes = results if scratch is None else results._replace(workspace=scratch)
         given = jax.tree.unflatten(tree, values)
-        written = _call_handler(given, shapes, rank_and_group(call.comm), attributes)
+        places = [rank_index(call.comm.axis_names), rank_index(call.comm.group_axes)]
+        written = _call_handler(given, shapes, places, attributes)
         if scratch is not None and results.workspace is not None:
             # It keeps the program's shape, and is never read.
             written = written._replace(workspace=_zeros(results.workspace))
@@ -364,7 +364,8 @@ def _lower_on_cpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     prepare_cpu_devices()
     load_blas()
     attributes = call.attributes(jax.tree.unflatten(tree, ctx.avals_in), threads_per_device())
-    attributes |= choice.rank_attributes(ctx, call.comm, _what(call, attributes))
+    what = _what(call, attributes)
+    attributes |= choice.implementation.rank_attributes(ctx, call.comm, choice.groups, what)
     params: Any = {"call": call, "tree": tree, "results": results, "attributes": attributes}
     return _lower_custom_call(ctx, *values, **params)
 
@@ -464,7 +465,8 @@ def _lower_on_gpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
         by_xla = fall_back(choice, call.op, call.comm, missing)
         return _lower_by_xla(ctx, *values, **params, choice=by_xla)
     runtime.open_cublaslt()
-    attributes = _gpu_attributes(call, operands) | choice.rank_attributes(ctx, call.comm, "")
+    ranks = choice.implementation.rank_attributes(ctx, call.comm, choice.groups, "")
+    attributes = _gpu_attributes(call, operands) | ranks
     scratch = _scratch(call, operands, results)
     return _lower_custom_call(ctx, *values, **params, attributes=attributes, scratch=scratch)
 
