@@ -84,7 +84,8 @@ def move(
 ) -> list[Any]:
     """Makes one exchange; returns results structured like the arrays.
 
-    The arguments are arrays of this rank, checked, or else those of a public call.
+    If `are_checked`, the arguments are arrays of this rank; otherwise those of a public call, whose
+    context and sizes are checked here.
     """
     call = _prepare(options, arguments, by_collectives, are_checked)
     moved = []

@@ -215,7 +215,8 @@ def _jvp_done(primitive, primals, tangents, *, exchange: Exchange):
     if not any(keep):
         return outs, otherwise
     fields, arrays, kept = exchange.select(fields, given.arrays, keep)
-    linear = given._replace(results=itertools.compress(given.results, keep), arrays=arrays)
+    results = list(itertools.compress(given.results, keep))
+    linear = given._replace(results=results, arrays=arrays)
     return outs, _spread(_done(fields, linear, kept, work), [*keep, *work], otherwise)
 
 
@@ -268,7 +269,7 @@ def _transpose_start(cotangents, *operands, exchange: Exchange, num_held: int):
     outs = [*cts.arrays, *cts.beside]
     if any(keep):  # the adjoint exchange has been started
         kept_fields, results, kept = exchange.select(fields, cts.results, keep)
-        linear = cts._replace(results=itertools.compress(cts.arrays, keep), arrays=results)
+        linear = cts._replace(results=list(itertools.compress(cts.arrays, keep)), arrays=results)
         moved = _done(kept_fields, linear, _transposed(kept, results), work)
         outs = _spread(moved, [*keep, *work], outs)
     return [None] * len(fields) + _linear_only(outs, [*arrays, *beside])

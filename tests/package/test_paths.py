@@ -25,11 +25,11 @@ SEGMENT_IDS = np.repeat([[1, 2, 2, 3]], 32, axis=1)
 
 # Files, functions, and calls of checks.
 LIMITS = {
-    "balanced": (38, 333, 110),
-    "zigzag": (32, 303, 106),
-    "ulysses": (31, 270, 94),
-    "experts": (19, 149, 131),
-    "all_gather_matmul": (21, 157, 30),
+    "balanced": (38, 302, 95),
+    "zigzag": (32, 270, 83),
+    "ulysses": (31, 240, 77),
+    "experts": (19, 121, 98),
+    "all_gather_matmul": (21, 142, 24),
 }
 
 
