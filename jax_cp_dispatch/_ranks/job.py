@@ -110,8 +110,8 @@ def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
 # would end all others, because JAX ends a process whose service is gone. The value is the address
 # of the first meeting.
 HOSTED_BY_LAUNCHER = "JAX_CP_DISPATCH_HOSTED_COORDINATION"
-ADDRESS, NUM_PROCESSES = "JAX_COORDINATOR_ADDRESS", "JAXNUM_PROCESSES"
-PROCESS_ID = "JAXPROCESS_ID"
+ADDRESS, NUM_PROCESSES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"
+PROCESS_ID = "JAX_PROCESS_ID"
 
 
 def join(
