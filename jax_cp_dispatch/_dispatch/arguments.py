@@ -283,7 +283,7 @@ def read_returning(
 
 
 def _check_moving(op: str, name: str, tree: Any, metadata: Any) -> str:
-    """Returns how the names of an argument's options begin: q_metadata belongs to q."""
+    """Checks an argument; returns how its options begin: q_metadata belongs to q."""
     prefix = f"{name}_" if name in ("q", "kv") else ""
     check_movable(op, name, tree)
     if not isinstance(metadata, Metadata):
