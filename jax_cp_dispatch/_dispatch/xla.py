@@ -303,7 +303,8 @@ def _sum_of_rank(
     else:  # in any number of shards: each turn adds the next one of every row
         num_slots = src_row.size
         slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-        is_named = (src_row[:, None] <= rows) & (rows < (src_row + num_rows)[:, None])
+        tokens = rows[None]
+        is_named = (src_row[:, None] <= tokens) & (tokens < (src_row + num_rows)[:, None])
 
         def next_slot(slot):
             return jnp.min(jnp.where(is_named & (slots > slot[None]), slots, num_slots), axis=0)
