@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch import available_implementations
-from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._ranks.implementations import default_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -92,7 +92,7 @@ def symmetric_bytes(programs: Iterable[Program]) -> int:
 
 def _channel_bytes(exchange: Exchange, operands: Any) -> int:
     """Two halves of tags and rows, and as much again where a network needs a staging area."""
-    arrays = exchange.by_group(ExchangeOperands.split(operands, exchange).arrays)
+    arrays = exchange.by_group(exchange.split(operands)[1])
     num_bytes = 1 << 16
     for group, of_group in zip(exchange.groups, arrays, strict=True):
         for array in of_group:

@@ -107,13 +107,12 @@ def keep_freed_memory(*, enable: bool = True) -> None:
 
 
 def warn_of_deadlock(num_devices: int) -> None:
-    """Warns, once per process, if programs in flight over these devices can deadlock.
-
-    Args:
-      num_devices: CPU devices of this process.
-    """
+    """Warns, once per process, if programs in flight over its CPU devices can deadlock."""
     global _has_warned
-    if _has_warned or not _can_deadlock(jaxlib.version.__version__, num_devices, _num_threads()):
+    if _has_warned or num_devices < 2 or _num_threads() >= _THREADS_PER_DEVICE * num_devices:
+        return
+    release = re.findall(r"\d+", jaxlib.version.__version__)[:2]
+    if tuple(map(int, release)) >= _FIRST_SAFE_JAXLIB:
         return
     with _warn_lock:
         if _has_warned:
@@ -127,15 +126,6 @@ def warn_of_deadlock(num_devices: int) -> None:
         f"PJRT_NPROC={_THREADS_PER_DEVICE * num_devices} before JAX is used, or call "
         f"jax_cp_dispatch.cpu_devices.start_cpu_devices({num_devices}) first.",
         RuntimeWarning,
-    )
-
-
-def _can_deadlock(jaxlib_version: str, num_devices: int, num_threads: int) -> bool:
-    release = tuple(int(part) for part in re.findall(r"\d+", jaxlib_version)[:2])
-    return (
-        num_devices > 1
-        and num_threads < _THREADS_PER_DEVICE * num_devices
-        and release < _FIRST_SAFE_JAXLIB
     )
 
 

@@ -22,7 +22,8 @@ import threading
 import time
 from typing import IO
 
-from jax_cp_dispatch._ranks.job import host_service, job_environment
+from jax_cp_dispatch._jax_private import get_distributed_runtime_service
+from jax_cp_dispatch._ranks.job import ADDRESS, HOSTED_BY_LAUNCHER, NUM_PROCESSES, PROCESS_ID
 
 _POLL_SECONDS = 0.02
 _TERMINATION_SECONDS = 3.0
@@ -45,7 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     address, meeting = _free_addresses(2)
-    service = host_service(address, options.processes)
+    # Outside the job, so that no process ends with the service.
+    service = get_distributed_runtime_service(
+        address, options.processes, shutdown_timeout=5, recoverable=True
+    )
     what = ["-m", options.program] if options.module else [options.program]
     workers: list[subprocess.Popen] = []
     printers: list[threading.Thread] = []
@@ -125,7 +129,10 @@ def _environment(
 ) -> dict[str, str]:
     threads = max(len(os.sched_getaffinity(0)), 2 * options.devices)  # see cpu_devices.py
     return {
-        **job_environment(address, meeting, options.processes, process),
+        ADDRESS: address,
+        NUM_PROCESSES: str(options.processes),
+        PROCESS_ID: str(process),
+        HOSTED_BY_LAUNCHER: meeting,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(options.devices),
         "PJRT_NPROC": str(threads),

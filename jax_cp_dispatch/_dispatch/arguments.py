@@ -5,9 +5,9 @@
 """
 
 import functools
+import itertools
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -17,61 +17,38 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jaxtyping import Array
 
-from jax_cp_dispatch._arguments import check_rows, read_wide
-from jax_cp_dispatch._dispatch.buffers import buffer_limits
+from jax_cp_dispatch._arguments import check_rows
+from jax_cp_dispatch._dispatch.buffers import buffer_limits, read_integer
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch.metadata import Metadata
 
 # ---- The static parts of one exchange, and the order of its operands.
 #
-# Operands: the metadata of every group, then the fingerprint of every group that has one, then the
-# arrays of every group, then for `dispatch`, maybe, storage to reuse (one for each array).
+# Operands: the fields (the metadata of every group, then the fingerprint of every group that has
+# one), then the arrays of every group, then for `dispatch`, maybe, storage to reuse (one for each
+# array).
 
 dispatch_p, combine_p = Primitive("dispatch"), Primitive("combine")
 start_p, done_p = Primitive("exchange_start"), Primitive("exchange_done")
 
-
-def summable(dtype: Any) -> Any:
-    """Returns the dtype for the native summation: float32 for one-byte floats."""
-    is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-    return jnp.dtype(jnp.float32) if is_small else dtype
-
-
-class MetadataOperands(NamedTuple):
-    """The fields of forward metadata that movement reads, as integers of 32 or 64 bits.
-
-    Either one rank's view, or the same with a leading 1 (as sharded by `in_specs=P(axis_name)`), or
-    the views of all ranks with a leading W, of which a rank reads its own.
-    """
-
-    num_recv_tokens: Any  # [W + 1]
-    seq_len: Any  # [S]
-    dst_rank: Any  # [S] or [S, C]
-    dst_offset: Any  # as dst_rank
-    src_offset: Any = None  # [S]; None: shards are contiguous
-    weights: Any = None  # as dst_rank, real numbers of this rank; see `combine_weighted_with_xla`
-
-    def present(self) -> list[Any]:
-        return [field for field in self if field is not None]
+PLANNED = "num_recv_tokens", "seq_len", "dst_rank", "dst_offset", "src_offset"
+"""What movement reads of metadata; `src_offset` may be None."""
 
 
 class OperandGroup(NamedTuple):
-    """Arrays that move by the same metadata."""
+    """Arrays that move by the same metadata.
+
+    The names of the metadata's arrays are those of `PLANNED`, and "weights" of a combine that sums
+    the rows of a token times these: it is in the caller's derivative rule, and not transposed.
+    """
 
     num_arrays: int
     num_tokens: int  # rows per rank in the owner's layout
     capacity: int  # rows per rank of the receive buffer
-    has_src_offset: bool
-    buffer: int = 0  # id of the registered buffer whose limits apply; 0: none
-    capacity_name: str = "capacity"  # the argument that sets the capacity, for messages
-    has_fingerprint: bool = False
-    has_weights: bool = False  # such a combine is in the caller's derivative rule, not transposed
-
-    @property
-    def fields(self) -> list[str]:
-        """The names of the metadata's arrays."""
-        optional = {"src_offset": self.has_src_offset, "weights": self.has_weights}
-        return [name for name in MetadataOperands._fields if optional.get(name, True)]
+    fields: tuple[str, ...]  # the names of the metadata's arrays
+    buffer: int  # id of the registered buffer whose limits apply; 0: none
+    capacity_name: str  # the argument that sets the capacity, for messages
+    has_fingerprint: bool  # whether the ranks compare fingerprints of the plan
 
 
 @runtime_checkable
@@ -108,84 +85,50 @@ class Exchange(NamedTuple):
 
     @property
     def primitive(self) -> Primitive:
-        """That of the whole exchange, in one call."""
+        """The primitive of the whole exchange, in one call."""
         return dispatch_p if self.sums is None else combine_p
-
-    @property
-    def num_before_arrays(self) -> int:
-        """The number of operands before the arrays: metadata and fingerprints of all groups."""
-        return sum(len(group.fields) + group.has_fingerprint for group in self.groups)
 
     @property
     def num_arrays(self) -> int:
         return sum(group.num_arrays for group in self.groups)
 
-    @property
-    def result_rows(self) -> list[int]:
-        """The rows of each result, in arrays of this rank or of all."""
-        num_held = self.comm.num_ranks if self.is_global else 1
-        of = lambda group: group.capacity if self.sums is None else group.num_tokens
-        return [num_held * of(group) for group in self.groups for _ in range(group.num_arrays)]
-
-    def inside(self, mesh: Any) -> "Exchange":
-        """Returns the exchange of one rank, with all axes of `mesh` manual."""
-        return self._replace(comm=self.comm.inside(mesh), is_global=False, mesh=None)
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Separates fields, arrays and further operands, or other values in their order."""
+        begin = sum(len(group.fields) + group.has_fingerprint for group in self.groups)
+        end = begin + self.num_arrays
+        return list(operands[:begin]), list(operands[begin:end]), list(operands[end:])
 
     def by_group(self, per_array: Sequence[Any]) -> list[list[Any]]:
         """Separates values of the arrays by group."""
-        rest = list(per_array)
-        return [_take(rest, group.num_arrays) for group in self.groups]
-
-
-class ExchangeOperands(NamedTuple):
-    """The operands of an exchange, or other values in the same order."""
-
-    metadata: list[MetadataOperands]  # per group
-    fingerprints: list[Any]  # per group; None where there is none
-    arrays: list[Any]  # of all groups
-    storage: list[Any]
-
-    @classmethod
-    def split(cls, operands: Sequence[Any], exchange: Exchange) -> "ExchangeOperands":
-        """Separates flat operands, or other values in their order."""
-        rest = list(operands)
-        metadata = [
-            MetadataOperands(**dict(zip(group.fields, _take(rest, len(group.fields)), strict=True)))
-            for group in exchange.groups
-        ]
-        fingerprints = [rest.pop(0) if group.has_fingerprint else None for group in exchange.groups]
-        return cls(metadata, fingerprints, _take(rest, exchange.num_arrays), rest)
-
-    def flat(self) -> list[Any]:
-        fields = [field for metadata in self.metadata for field in metadata.present()]
-        fingerprints = [x for x in self.fingerprints if x is not None]
-        return [*fields, *fingerprints, *self.arrays, *self.storage]
+        rest = iter(per_array)
+        return [list(itertools.islice(rest, group.num_arrays)) for group in self.groups]
 
     def select(
-        self, exchange: Exchange, keep: Sequence[bool]
-    ) -> tuple["ExchangeOperands", Exchange]:
-        """Returns the exchange of some of the arrays, without storage and without empty groups."""
-        counts = [sum(flags) for flags in exchange.by_group(keep)]
-        kept = lambda values, flags: [x for x, flag in zip(values, flags, strict=True) if flag]
-        groups = zip(exchange.groups, counts, strict=True)
-        exchange = exchange._replace(
+        self, fields: Sequence[Any], arrays: Sequence[Any], keep: Sequence[bool]
+    ) -> tuple[list[Any], list[Any], "Exchange"]:
+        """Returns the exchange of some of the arrays, without empty groups."""
+        counts = [sum(flags) for flags in self.by_group(keep)]
+        owners = [i for i, group in enumerate(self.groups) for _ in group.fields]
+        owners += [i for i, group in enumerate(self.groups) if group.has_fingerprint]
+        groups = zip(self.groups, counts, strict=True)
+        kept = self._replace(
             groups=tuple(group._replace(num_arrays=count) for group, count in groups if count),
-            sums=exchange.sums and tuple(kept(exchange.sums, keep)),
+            sums=self.sums and tuple(itertools.compress(self.sums, keep)),
         )
-        metadata, fingerprints = kept(self.metadata, counts), kept(self.fingerprints, counts)
-        return ExchangeOperands(metadata, fingerprints, kept(self.arrays, keep), []), exchange
+        fields = [x for x, owner in zip(fields, owners, strict=True) if counts[owner]]
+        return fields, list(itertools.compress(arrays, keep)), kept
 
-
-def _take(rest: list[Any], num: int) -> list[Any]:
-    taken = rest[:num]
-    del rest[:num]
-    return taken
+    def inside(self, mesh: Any) -> Callable[..., list[Any]]:
+        """Returns the call of one rank, with all axes of `mesh`, which has all ranks, manual."""
+        num_devices = math.prod(mesh.shape[name] for name in self.comm.axis_names)
+        check_world_size(self.op, self.comm.num_ranks, self.comm.axis_names, num_devices)
+        own = self._replace(comm=self.comm.inside(mesh), is_global=False, mesh=None)
+        return functools.partial(self.primitive.bind, exchange=own)
 
 
 # ---- Arguments: arrays with their metadata.
 
 Rows = Array | np.ndarray
-PLANNED = MetadataOperands._fields[:-1]  # weights are no part of a plan
 
 
 class Argument(NamedTuple):
@@ -194,6 +137,8 @@ class Argument(NamedTuple):
     Attributes:
       tree: the structure of arrays and results.
       num_rows: rows per rank of the results.
+      moves: which results have elements. Others never reach a handler: jaxlib 0.11 crashes on a
+        custom call with an empty operand or result.
       dtypes: of the results.
       sums: dtypes of the primitive's results, before the last rounding; None: `dispatch`.
       capacity_name: the argument that sets the capacity, for messages.
@@ -209,6 +154,7 @@ class Argument(NamedTuple):
     tree: Any
     metadata: Metadata
     num_rows: int
+    moves: list[bool]
     dtypes: list[Any]
     sums: list[Any] | None = None
     capacity_name: str = "capacity"
@@ -217,28 +163,6 @@ class Argument(NamedTuple):
     name: str = ""
     buffer: int = 0
     storage: Any = None
-
-    @property
-    def moves(self) -> list[bool]:
-        """Which results have elements. Others never reach a handler.
-
-        jaxlib 0.11 crashes on a custom call with an empty operand or result.
-        """
-        return [self.num_rows > 0 and math.prod(x.shape[1:]) > 0 for x in self.arrays]
-
-    def fields(self, op: str) -> MetadataOperands:
-        """Returns what movement reads of the metadata, with one slot of padding if it has none."""
-        given = {name: getattr(self.metadata, name) for name in PLANNED}
-        fields = MetadataOperands(
-            **{
-                name: x if x is None else read_wide(op, f"metadata.{name}", x)
-                for name, x in given.items()
-            }
-        )
-        if 0 in fields.dst_rank.shape:
-            none = jnp.zeros((*fields.seq_len.shape[:-1], 1), jnp.int32)
-            fields = MetadataOperands(fields.num_recv_tokens, none, none - 1, none)
-        return fields._replace(weights=self.weights)
 
 
 def outgoing(
@@ -250,11 +174,12 @@ def outgoing(
     fingerprint: Array | None = None,
 ) -> Argument:
     """Returns an argument of `dispatch`."""
-    arrays, tree = _flatten(x)
+    leaves, tree = jax.tree.flatten(x)
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves]
+    moves = [capacity > 0 and math.prod(x.shape[1:]) > 0 for x in arrays]
     dtypes = [x.dtype for x in arrays]
-    return Argument(
-        arrays, tree, metadata, capacity, dtypes, None, capacity_name, fingerprint=fingerprint
-    )
+    named = capacity_name, fingerprint
+    return Argument(arrays, tree, metadata, capacity, moves, dtypes, None, *named)
 
 
 def returning(
@@ -268,20 +193,15 @@ def returning(
     weights: Array | None = None,
 ) -> Argument:
     """Returns an argument of `combine`."""
-    arrays, tree = _flatten(y)
-    summations = [_summation(y.dtype, dtype) for y in arrays]
+    named: Any = {"capacity_name": capacity_name, "fingerprint": fingerprint}
+    argument = outgoing(y, metadata, capacity=num_tokens, **named)
+    summations = [_summation(y.dtype, dtype) for y in argument.arrays]
     arrays = [
         y if y.dtype == s.operand else jax.lax.convert_element_type(y, s.operand)
-        for y, s in zip(arrays, summations, strict=True)
+        for y, s in zip(argument.arrays, summations, strict=True)
     ]
     dtypes, sums = [s.result for s in summations], [s.total for s in summations]
-    named = capacity_name, fingerprint, weights
-    return Argument(arrays, tree, metadata, num_tokens, dtypes, sums, *named)
-
-
-def _flatten(tree: Any) -> tuple[list[Array], Any]:
-    leaves, structure = jax.tree.flatten(tree)
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in leaves], structure
+    return argument._replace(arrays=arrays, dtypes=dtypes, sums=sums, weights=weights)
 
 
 class _Summation(NamedTuple):
@@ -292,11 +212,19 @@ class _Summation(NamedTuple):
     result: Any
 
 
+def summable(dtype: Any) -> Any:
+    """Returns the dtype for the native summation: float32 for one-byte floats."""
+    is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    return jnp.dtype(jnp.float32) if is_small else dtype
+
+
 @functools.lru_cache(maxsize=1024)  # a model makes the same call in every layer
 def _summation(dtype: Any, preferred: Any) -> _Summation:
+    is_narrow = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    accumulated = lambda dtype: jnp.dtype(jnp.float32) if is_narrow(dtype) else dtype
     result, operand = jnp.dtype(preferred or dtype), summable(dtype)
     # A result that is wider, or no longer an integer, is summed in its dtype: y is cast first.
-    summed, needed = _accumulation_dtype(operand), _accumulation_dtype(result)
+    summed, needed = accumulated(operand), accumulated(result)
     is_integer, is_real = (
         [jnp.issubdtype(dtype, kind) for dtype in (summed, needed)]
         for kind in (jnp.integer, jnp.floating)
@@ -305,13 +233,8 @@ def _summation(dtype: Any, preferred: Any) -> _Summation:
     if (is_alike and needed.itemsize > summed.itemsize) or (is_integer[0] and is_real[1]):
         operand = needed
     # The handler rounds to y's dtype or not at all; other dtypes are made from the unrounded sum.
-    total = operand if operand == result else _accumulation_dtype(operand)
+    total = operand if operand == result else accumulated(operand)
     return _Summation(operand, total, result)
-
-
-def _accumulation_dtype(dtype: Any) -> Any:
-    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
 # ---- What a public call checks: of each argument, and then, with the ranks, of its sizes.
@@ -323,9 +246,7 @@ def read_outgoing(
     op: str, name: str, x: Any, metadata: Any, capacity: Any, buffer: Any, out: Any = None
 ) -> Argument:
     """Checks an argument of `dispatch`, whose arrays the door has checked."""
-    prefix = _prefix(name)
-    check_movable(op, name, x)
-    _check_is_metadata(op, f"{prefix}metadata", metadata)
+    prefix = _check_moving(op, name, x, metadata)
     if (capacity is None) == (buffer is None):
         raise ValueError(
             f"{op}: got {'neither' if buffer is None else 'both'} of {prefix}capacity and "
@@ -343,9 +264,7 @@ def read_returning(
     op: str, name: str, y: Any, metadata: Any, num_tokens: Any, dtype: Any, buffer: Any
 ) -> Argument:
     """Checks an argument of `combine`, whose arrays the door has checked."""
-    prefix = _prefix(name)
-    check_movable(op, name, y)
-    _check_is_metadata(op, f"{prefix}metadata", metadata)
+    prefix = _check_moving(op, name, y, metadata)
     num_rows = _read_num_rows(op, f"{prefix}num_tokens", num_tokens)
     if dtype is not None and jnp.dtype(dtype).kind != "c":
         for x in jax.tree.leaves(y):
@@ -363,9 +282,16 @@ def read_returning(
     return argument._replace(name=name, buffer=buffer or 0)
 
 
-def _prefix(name: str) -> str:
-    """Returns how the names of an argument's options begin: q_metadata belongs to q."""
-    return f"{name}_" if name in ("q", "kv") else ""
+def _check_moving(op: str, name: str, tree: Any, metadata: Any) -> str:
+    """Checks an argument; returns how its options begin: q_metadata belongs to q."""
+    prefix = f"{name}_" if name in ("q", "kv") else ""
+    check_movable(op, name, tree)
+    if not isinstance(metadata, Metadata):
+        raise TypeError(
+            f"{op}: {prefix}metadata is {type(metadata).__name__}; it needs to be Metadata. Pass "
+            "one of the two that compute_metadata returns, or q_metadata or kv_metadata of a Plan."
+        )
+    return prefix
 
 
 def check_movable(op: str, name: str, tree: Any) -> None:
@@ -381,24 +307,9 @@ def check_movable(op: str, name: str, tree: Any) -> None:
             )
 
 
-def _check_is_metadata(op: str, name: str, metadata: Any) -> None:
-    if not isinstance(metadata, Metadata):
-        raise TypeError(
-            f"{op}: {name} is {type(metadata).__name__}; it needs to be Metadata. Pass one of the "
-            "two that compute_metadata returns, or q_metadata or kv_metadata of a Plan."
-        )
-
-
 def _read_num_rows(op: str, name: str, value: Any) -> int:
     """Requires a static number of rows."""
-    try:
-        num_rows = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        num_rows = None
-    if num_rows is None:
-        raise TypeError(
-            f"{op}: {name} is {value!r}; it needs to be a static int, because it is a shape."
-        )
+    num_rows = read_integer(op, name, value, "a static int, because it is a shape")
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
     check_rows(op, name, num_rows)
@@ -442,9 +353,23 @@ def check_sizes(op: str, argument: Argument, comm: Communicator, *, is_global: b
             f"result would take {num_bytes} bytes, more than any machine has. Pass no more rows "
             "than the largest num_total_recv_tokens."
         )
-    if argument.storage is not None:
-        shapes = [((num_rows, *x.shape[1:]), x.dtype) for x in argument.arrays]
-        _check_storage(op, argument.storage, argument.tree, shapes)
+    if argument.storage is None:
+        return
+    storage, tree = jax.tree.flatten(argument.storage)
+    known = [x for x in storage if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if any(x.is_deleted() for x in known):
+        raise ValueError(
+            f"{op}: out is deleted: it was donated to an earlier call, and stays deleted even if "
+            "that call failed. Pass a new array, or omit out."
+        )
+    got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
+    wanted = [((num_rows, *x.shape[1:]), x.dtype) for x in argument.arrays]
+    if tree != argument.tree or got != wanted:
+        shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
+        raise ValueError(
+            f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
+            "result of the same call, or omit out."
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -483,26 +408,6 @@ def _check_fields(op: str, num_ranks: int, all_ranks: bool, *given: Any) -> None
                 f"axis {num_ranks} ranks, so it needs {list(wanted[name])}. See "
                 "Metadata.validate()."
             )
-
-
-def _check_storage(
-    op: str, out: Any, tree: Any, wanted: Sequence[tuple[tuple[int, ...], Any]]
-) -> None:
-    """Requires an undeleted `out` with the structure, shapes and dtypes of the result."""
-    storage, out_tree = jax.tree.flatten(out)
-    known = [x for x in storage if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    if any(x.is_deleted() for x in known):
-        raise ValueError(
-            f"{op}: out is deleted: it was donated to an earlier call, and stays deleted even if "
-            "that call failed. Pass a new array, or omit out."
-        )
-    got = [(jnp.shape(x), jnp.result_type(x)) for x in storage]
-    if out_tree != tree or got != list(wanted):
-        shapes = lambda pairs: ", ".join(f"{d.name}{list(s)}" for s, d in pairs)
-        raise ValueError(
-            f"{op}: out holds {shapes(got)} but the result is {shapes(wanted)}. Pass an earlier "
-            "result of the same call, or omit out."
-        )
 
 
 def rows_per_rank(op: str, name: str, num_rows: int, num_ranks: int) -> int:

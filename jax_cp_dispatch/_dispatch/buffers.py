@@ -14,13 +14,7 @@ _lock = threading.Lock()
 
 
 class BufferLimits(NamedTuple):
-    """What a buffer allows, read when a call is traced.
-
-    Attributes:
-      capacity: rows of the result of a call, on each rank.
-      deadline: seconds until the ranks that have arrived give up on those that have not; None: the
-        platform's default.
-    """
+    """What a buffer allows, read when a call is traced; see `create_dispatch_buffer`."""
 
     capacity: int
     deadline: float | None
@@ -48,7 +42,7 @@ def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float | None = 
       TypeError, ValueError: an argument is not a number, or is out of range.
     """
     op, needs = "create_dispatch_buffer", "an integer of at least 1"
-    num_rows = _integer(op, "capacity", capacity, needs)
+    num_rows = read_integer(op, "capacity", capacity, needs)
     if num_rows < 1:
         raise ValueError(f"{op}: capacity is {num_rows}; it needs to be {needs}.")
     check_rows(op, "capacity", num_rows)
@@ -103,7 +97,7 @@ def buffer_limits(op: str, buffer: SupportsIndex) -> BufferLimits:
         return _limits[id]
 
 
-def _integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
+def read_integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
     """Returns `value` as a Python integer; rejects bool, although it has `__index__`."""
     try:
         if not isinstance(value, bool):
@@ -116,7 +110,7 @@ def _integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
 def _id(op: str, buffer: SupportsIndex) -> int:
     """Returns an id in the registry's range; the registry checks that it exists."""
     needs = "the int that create_dispatch_buffer returned"
-    value = _integer(op, "buffer", buffer, needs)
+    value = read_integer(op, "buffer", buffer, needs)
     if not 0 < value <= _MOST:
         raise ValueError(f"{op}: buffer is {value}; it needs to be {needs}, which is positive.")
     return value

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Num, PyTree, Shaped
 
+from jax_cp_dispatch._arguments import read_wide
 from jax_cp_dispatch._dispatch.arguments import (
+    PLANNED,
     Argument,
     Collectives,
     Exchange,
@@ -25,8 +27,8 @@ from jax_cp_dispatch._dispatch.arguments import (
     start_p,
 )
 from jax_cp_dispatch._dispatch.buffers import buffer_limits
-from jax_cp_dispatch._dispatch.lowering import place_arrays, vary_with
-from jax_cp_dispatch._dispatch.primitives import PairValues, num_held
+from jax_cp_dispatch._dispatch.lowering import place_arrays
+from jax_cp_dispatch._dispatch.primitives import PairValues
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, Communicator
 from jax_cp_dispatch._ranks.options import (
@@ -37,6 +39,7 @@ from jax_cp_dispatch._ranks.options import (
     read_options,
     refuse_other_mesh,
     vary_alike,
+    varying_axes,
 )
 from jax_cp_dispatch.metadata import Metadata
 
@@ -45,22 +48,14 @@ from jax_cp_dispatch.metadata import Metadata
 SCOPE = "cpd.exchange"
 
 
-class Prepared(NamedTuple):
-    """One call of a primitive.
+class _Call(NamedTuple):
+    """One call of a primitive."""
 
-    Attributes:
-      exchange: None if nothing moves.
-      operands: of the primitive, without storage.
-      storage: arrays that the results may reuse, if any.
-      arguments: of the call.
-      num_held: ranks whose rows an array holds.
-    """
-
-    exchange: Exchange | None
-    operands: list[Array]
-    storage: list[Array]
+    exchange: Exchange | None  # None if nothing moves
+    operands: list[Array]  # without storage
+    storage: list[Array]  # that the results may reuse
     arguments: Sequence[Argument]
-    num_held: int
+    num_held: int  # ranks whose rows an array holds
 
     def results(self, moved: Sequence[Array]) -> list[Any]:
         """Returns rounded results, structured like the arrays; those that did not move are zero."""
@@ -84,70 +79,60 @@ def move(
     options: CollectiveOptions,
     arguments: Sequence[Argument],
     by_collectives: Collectives | None = None,
+    *,
+    are_checked: bool = True,
 ) -> list[Any]:
-    """Makes one exchange of this rank's arrays; returns results structured like the arrays."""
-    return _moved(_prepare(options, *find_ranks(options, []), arguments, by_collectives))
+    """Makes one exchange; returns results structured like the arrays.
 
-
-def _move_checked(options: CollectiveOptions, *arguments: Argument) -> list[Any]:
-    return _moved(_check(options, arguments))
-
-
-def _moved(call: Prepared) -> list[Any]:
+    If `are_checked`, the arguments are arrays of this rank; otherwise those of a public call, whose
+    context and sizes are checked here.
+    """
+    call = _prepare(options, arguments, by_collectives, are_checked)
     moved = []
     if call.exchange is not None:
         with jax.named_scope(SCOPE):
-            primitive = call.exchange.primitive
-            moved = primitive.bind(*call.operands, *call.storage, exchange=call.exchange)
+            bind = call.exchange.primitive.bind
+            moved = bind(*call.operands, *call.storage, exchange=call.exchange)
     return call.results(moved)
-
-
-def _check(options: CollectiveOptions, arguments: Sequence[Argument]) -> Prepared:
-    """Checks what needs the ranks, of arrays of this rank or of all."""
-    buffers = [buffer_limits(options.op, x.buffer) for x in arguments if x.buffer]
-    deadlines = [limits.deadline for limits in buffers if limits.deadline]
-    if options.deadline is None and deadlines:
-        options = dataclasses.replace(options, deadline=max(deadlines))
-    typed = [x for argument in arguments for x in (*argument.arrays, argument.metadata.seq_len)]
-    comm, context = find_ranks(options, typed)
-    num_ranks = comm.num_ranks or arguments[0].metadata.world_size
-    comm = dataclasses.replace(comm, num_ranks=num_ranks)
-    for argument in arguments:
-        check_sizes(options.op, argument, comm, is_global=context.is_global)
-    return _prepare(options, comm, context, arguments)
 
 
 def _prepare(
     options: CollectiveOptions,
-    comm: Communicator,
-    context: CallContext,
     arguments: Sequence[Argument],
     by_collectives: Collectives | None = None,
-) -> Prepared:
+    are_checked: bool = True,
+) -> _Call:
     """Puts everything in the order of the operands, on the devices that use it."""
+    op = options.op
+    if are_checked:
+        comm, context = find_ranks(options, [])
+    else:
+        options, comm, context = _check(options, arguments)
     factor = comm.num_ranks if context.is_global else 1
     groups, fields, fingerprints, arrays, storage, sums = [], [], [], [], [], []
     for argument in arguments:
         moves = argument.moves
         if not any(moves):
             continue
-        metadata = argument.fields(options.op)
+        planned = {name: getattr(argument.metadata, name) for name in PLANNED}
+        read = {
+            name: read_wide(op, f"metadata.{name}", x)
+            for name, x in planned.items()
+            if x is not None
+        }
+        if 0 in read["dst_rank"].shape:  # one slot of padding, which moves nothing
+            none = jnp.zeros((*read["seq_len"].shape[:-1], 1), jnp.int32)
+            received = read["num_recv_tokens"]
+            read = dict(zip(PLANNED, (received, none, none - 1, none), strict=False))
+        if argument.weights is not None:
+            read["weights"] = argument.weights
         rows = argument.arrays[0].shape[0] // factor, argument.num_rows
         num_tokens, capacity = rows if argument.sums is None else rows[::-1]
-        groups.append(
-            OperandGroup(
-                num_arrays=sum(moves),
-                num_tokens=num_tokens,
-                capacity=capacity,
-                has_src_offset=metadata.src_offset is not None,
-                buffer=argument.buffer,
-                capacity_name=argument.capacity_name,
-                has_fingerprint=argument.fingerprint is not None,
-                has_weights=argument.weights is not None,
-            )
-        )
-        fields += metadata.present()
-        fingerprints += [] if argument.fingerprint is None else [argument.fingerprint]
+        has_fingerprint = argument.fingerprint is not None
+        named = argument.buffer, argument.capacity_name, has_fingerprint
+        groups.append(OperandGroup(sum(moves), num_tokens, capacity, tuple(read), *named))
+        fields += read.values()
+        fingerprints += [argument.fingerprint] if has_fingerprint else []
         for x in compress(argument.arrays, moves):
             if x.shape[0] == 0:  # padding, which the call ignores: jaxlib 0.11 takes no empty array
                 x = vary_alike([jnp.zeros((factor, *x.shape[1:]), x.dtype), x])[0]
@@ -157,10 +142,10 @@ def _prepare(
         if argument.sums is not None:
             sums += [jnp.dtype(dtype).name for dtype in compress(argument.sums, moves)]
     if not groups:
-        return Prepared(None, [], [], arguments, factor)
+        return _Call(None, [], [], arguments, factor)
     mesh = context.mesh if context.is_global and not context.open_axes else None
     exchange = Exchange(
-        op=options.op,
+        op=op,
         comm=comm,
         groups=tuple(groups),
         sums=None if arguments[0].sums is None else tuple(sums),
@@ -172,15 +157,37 @@ def _prepare(
     names, num_storage, fields = comm.axis_names, len(storage), fields + fingerprints
     arrays += storage
     if mesh is not None and is_in_program(arrays):  # arrays that are here are moved
-        refuse_other_mesh(options.op, mesh, arrays)
+        refuse_other_mesh(op, mesh, arrays)
     with jax.named_scope(SCOPE):
         if context.is_global or context.open_axes:
             arrays = place_arrays(context, names, arrays, num_storage)
-        if not context.is_global:
-            arrays = vary_with(fields, names, arrays)
+        if not context.is_global:  # arrays vary over all mesh axes on which the result depends
+            axes = frozenset().union(*map(varying_axes, fields))
+            if not all(axes.union(varying_axes(x)).issuperset(names) for x in arrays):
+                for name in names:  # no axis where JAX does not track them (check_vma=False)
+                    axes |= varying_axes(jax.lax.axis_index(name))
+            if not all(varying_axes(x) == axes for x in arrays):
+                arrays = vary_alike(arrays, also=axes)
     num_arrays = len(arrays) - num_storage
     operands, storage = fields + arrays[:num_arrays], arrays[num_arrays:]
-    return Prepared(exchange, operands, storage, arguments, factor)
+    return _Call(exchange, operands, storage, arguments, factor)
+
+
+def _check(
+    options: CollectiveOptions, arguments: Sequence[Argument]
+) -> tuple[CollectiveOptions, Communicator, CallContext]:
+    """Checks what needs the ranks, of arrays of this rank or of all; finds the deadline, too."""
+    buffers = [buffer_limits(options.op, x.buffer) for x in arguments if x.buffer]
+    deadlines = [limits.deadline for limits in buffers if limits.deadline]
+    if options.deadline is None and deadlines:
+        options = dataclasses.replace(options, deadline=max(deadlines))
+    typed = [x for argument in arguments for x in (*argument.arrays, argument.metadata.seq_len)]
+    comm, context = find_ranks(options, typed)
+    num_ranks = comm.num_ranks or arguments[0].metadata.world_size
+    comm = dataclasses.replace(comm, num_ranks=num_ranks)
+    for argument in arguments:
+        check_sizes(options.op, argument, comm, is_global=context.is_global)
+    return options, comm, context
 
 
 @door("dispatch")
@@ -235,17 +242,15 @@ def dispatch(
       ValueError: shapes, `axis_name`, the size of the axis, `buffer` or `out` do not match.
       jax.errors.JaxRuntimeError: at run time, on every rank of the group, before anything moves:
         the plan exceeds `capacity` or the rows of `x`, its ranges overlap, the buffer was
-        destroyed, or a rank missed the deadline. All later calls of this execution then fail too,
-        in every group. One case cannot be caught: a group that has finished its exchanges and waits
-        for the failed group in an XLA collective stays blocked until XLA aborts the process. On
-        CPU, `ppermute` over the ranks' own axis is such a collective. With `implementation="xla"`,
-        or if one device holds all ranks, no error is raised: an invalid plan fills floating-point
-        results with NaN. Plans are not checked if the result has no elements.
+        destroyed, or a rank missed the deadline. docs/errors.md says what follows in other groups
+        and later calls. With `implementation="xla"`, or if one device holds all ranks, no error is
+        raised: an invalid plan fills floating-point results with NaN. Plans are not checked if the
+        result has no elements.
     """
     op = "dispatch"
     argument = read_outgoing(op, "x", x, metadata, capacity, buffer, out)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return _move_checked(options, argument)[0]
+    return move(options, [argument], are_checked=False)[0]
 
 
 @door("dispatch_qkv")
@@ -292,7 +297,7 @@ def dispatch_qkv(
     if (q_out is None) != (kv_out is None):
         raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    received_q, received_kv = _move_checked(options, of_q, of_kv)
+    received_q, received_kv = move(options, [of_q, of_kv], are_checked=False)
     return received_q, received_kv
 
 
@@ -337,7 +342,7 @@ def combine(
     op, dtype = "combine", preferred_element_type
     argument = read_returning(op, "y", y, metadata, num_tokens, dtype, buffer)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return _move_checked(options, argument)[0]
+    return move(options, [argument], are_checked=False)[0]
 
 
 @door("combine_qkv")
@@ -379,7 +384,7 @@ def combine_qkv(
     of_q = read_returning(op, "q", q, q_metadata, q_num_tokens, dtype, q_buffer)
     of_kv = read_returning(op, "kv", kv, kv_metadata, kv_num_tokens, dtype, kv_buffer)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    home_q, home_kv = _move_checked(options, of_q, of_kv)
+    home_q, home_kv = move(options, [of_q, of_kv], are_checked=False)
     return home_q, home_kv
 
 
@@ -392,7 +397,7 @@ class StartedExchange:
     Not a pytree: both calls belong to one traced function.
     """
 
-    def __init__(self, op: str, call: Prepared, values: PairValues | None):
+    def __init__(self, op: str, call: _Call, values: PairValues | None):
         self.op = op
         self._call, self._values = call, values
         self._is_done = False
@@ -407,8 +412,8 @@ class StartedExchange:
         self._is_done = True
         exchange, moved = self._call.exchange, []
         if exchange is not None and self._values is not None:
-            fields = self._call.operands[: exchange.num_before_arrays]
-            leaves, tree = _flatten(beside)
+            fields, _, _ = exchange.split(self._call.operands)
+            leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, beside))
             values = self._values._replace(beside=leaves)
             with jax.named_scope(SCOPE):
                 outs = done_p.bind(*fields, *values.flat(), exchange=exchange)
@@ -418,28 +423,25 @@ class StartedExchange:
 
 
 def start(
-    options: CollectiveOptions, arguments: Sequence[Argument], beside: Any
+    options: CollectiveOptions,
+    arguments: Sequence[Argument],
+    beside: Any,
+    *,
+    are_checked: bool = True,
 ) -> tuple[StartedExchange, Any]:
-    """Starts one exchange of this rank's arrays; returns it and `beside`, a pytree."""
-    call = _prepare(options, *find_ranks(options, []), arguments)
-    return _started(options.op, call, beside)
-
-
-def _started(op: str, call: Prepared, beside: Any) -> tuple[StartedExchange, Any]:
+    """Starts one exchange; see `move`. Returns it and `beside`, a pytree."""
+    call = _prepare(options, arguments, are_checked=are_checked)
     exchange, values = call.exchange, None
     if exchange is not None:
-        fields = call.operands[: exchange.num_before_arrays]
-        leaves, tree = _flatten(beside)
+        fields, _, _ = exchange.split(call.operands)
+        # The floats that hold copies of the rank and the fields; see kernels/prepare.h.
+        num_held = 4 + sum(-(-x.size * x.dtype.itemsize // 16) * 4 for x in fields)
+        leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, beside))
         with jax.named_scope(SCOPE):
-            outs = start_p.bind(
-                *call.operands,
-                *leaves,
-                exchange=exchange,
-                num_held=num_held(fields),
-            )
+            outs = start_p.bind(*call.operands, *leaves, exchange=exchange, num_held=num_held)
         values = PairValues.split(outs, exchange)
         beside = jax.tree.unflatten(tree, values.beside)
-    return StartedExchange(op, call, values), beside
+    return StartedExchange(options.op, call, values), beside
 
 
 @door("dispatch_start")
@@ -483,7 +485,7 @@ def dispatch_start(
     op = "dispatch_start"
     argument = read_outgoing(op, "x", x, metadata, capacity, buffer)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return _started(op, _check(options, [argument]), beside)
+    return start(options, [argument], beside, are_checked=False)
 
 
 @door("combine_start")
@@ -517,7 +519,7 @@ def combine_start(
     op, dtype = "combine_start", preferred_element_type
     argument = read_returning(op, "y", y, metadata, num_tokens, dtype, buffer)
     options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return _started(op, _check(options, [argument]), beside)
+    return start(options, [argument], beside, are_checked=False)
 
 
 def exchange_done(exchange: Any, *, beside: Any = None) -> tuple[Any, Any]:
@@ -542,8 +544,3 @@ def exchange_done(exchange: Any, *, beside: Any = None) -> tuple[Any, Any]:
         )
     (rows,), beside = exchange.done(beside)
     return rows, beside
-
-
-def _flatten(beside: Any) -> tuple[list[Any], Any]:
-    leaves, tree = jax.tree.flatten(beside)
-    return [jnp.asarray(x) for x in leaves], tree

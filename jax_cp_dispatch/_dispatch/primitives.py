@@ -35,7 +35,6 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.arguments import (
     Exchange,
-    ExchangeOperands,
     combine_p,
     dispatch_p,
     done_p,
@@ -51,27 +50,24 @@ from jax_cp_dispatch._ranks.options import vary_alike, varying_axes
 
 
 def _shapes(*operands, exchange: Exchange):
-    arrays = ExchangeOperands.split(operands, exchange).arrays
+    _, arrays, _ = exchange.split(operands)
+    num_held = exchange.comm.num_ranks if exchange.is_global else 1
+    rows_of = lambda group: group.capacity if exchange.sums is None else group.num_tokens
+    rows = [rows_of(group) for group in exchange.groups for _ in range(group.num_arrays)]
     dtypes = exchange.sums or [x.dtype for x in arrays]
     return [
-        x.update(shape=(num_rows, *x.shape[1:]), dtype=np.dtype(dtype), weak_type=False)
-        for x, num_rows, dtype in zip(arrays, exchange.result_rows, dtypes, strict=True)
+        x.update(shape=(num_held * num, *x.shape[1:]), dtype=np.dtype(dtype), weak_type=False)
+        for x, num, dtype in zip(arrays, rows, dtypes, strict=True)
     ]
 
 
 class PairValues(NamedTuple):
-    """The results of `start_p`, the operands of `done_p` without fields, or values of each.
+    """The results of `start_p`, the operands of `done_p` without fields, or values of each."""
 
-    Attributes:
-      results, arrays: one for each array that moves.
-      held: f32 [num_held].
-      beside: of any number.
-    """
-
-    results: list[Any]
-    arrays: list[Any]
-    held: Any
-    beside: list[Any]
+    results: list[Any]  # one for each array that moves
+    arrays: list[Any]  # as results
+    held: Any  # f32 [num_held]
+    beside: list[Any]  # of any number
 
     @classmethod
     def split(cls, values: Sequence[Any], exchange: Exchange) -> "PairValues":
@@ -82,31 +78,17 @@ class PairValues(NamedTuple):
         return [*self.results, *self.arrays, self.held, *self.beside]
 
 
-def num_held(fields: Iterable[Any]) -> int:
-    """Returns the floats that hold copies of the rank and the fields; see kernels/prepare.h."""
-    return 4 + sum(-(-x.size * x.dtype.itemsize // 16) * 4 for x in fields)
-
-
-def _split_start(
-    operands: Sequence[Any], exchange: Exchange
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Separates fields, arrays, and operands of the work."""
-    n, operands = exchange.num_before_arrays, list(operands)
-    end = n + exchange.num_arrays
-    return operands[:n], operands[n:end], operands[end:]
-
-
 def _split_done(operands: Sequence[Any], exchange: Exchange) -> tuple[list[Any], PairValues]:
-    num_fields = exchange.num_before_arrays
-    return list(operands[:num_fields]), PairValues.split(operands[num_fields:], exchange)
+    fields, results, others = exchange.split(operands)
+    return fields, PairValues.split([*results, *others], exchange)
 
 
 def _start_shapes(*operands, exchange: Exchange, num_held: int):
-    fields, arrays, beside = _split_start(operands, exchange)
+    fields, arrays, beside = exchange.split(operands)
     arrays = [x.update(weak_type=False) for x in arrays]
     sharding = arrays[0].sharding.update(spec=P(None))
     held = arrays[0].update(shape=(num_held,), dtype=np.dtype(np.float32), sharding=sharding)
-    return PairValues(_shapes(*fields, *arrays, exchange=exchange), arrays, held, beside).flat()
+    return [*_shapes(*fields, *arrays, exchange=exchange), *arrays, held, *beside]
 
 
 def _done_shapes(*operands, exchange: Exchange):
@@ -119,8 +101,8 @@ def _done_shapes(*operands, exchange: Exchange):
 
 
 def _batch(primitive, operands, dims, *, exchange: Exchange, **params):
-    fields, arrays, beside = _split_start(operands, exchange)
-    dims_fields, dims_arrays, dims_beside = _split_start(dims, exchange)
+    fields, arrays, beside = exchange.split(operands)
+    dims_fields, dims_arrays, dims_beside = exchange.split(dims)
     is_whole = primitive is not start_p
     if is_whole:  # storage is not reused
         beside = dims_beside = []
@@ -135,7 +117,7 @@ def _batch(primitive, operands, dims, *, exchange: Exchange, **params):
     arrays = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in pairs]
     dims = [None if dim is None else 1 for dim in dims_arrays]
     outs = primitive.bind(*fields, *arrays, *beside, exchange=exchange, **params)
-    return outs, dims if is_whole else PairValues(dims, dims, None, dims_beside).flat()
+    return outs, dims if is_whole else [*dims, *dims, None, *dims_beside]
 
 
 def _batch_done(primitive, operands, dims, *, exchange: Exchange):
@@ -164,43 +146,40 @@ def _zero_like(x: Any) -> Any:
     return ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
 
 
-def _select(
-    fields: Sequence[Any], exchange: Exchange, arrays: Sequence[Any], keep: Sequence[bool]
-) -> tuple[ExchangeOperands, Exchange]:
-    return ExchangeOperands.split([*fields, *arrays], exchange).select(exchange, keep)
-
-
 def name_of_transpose(op: str) -> str:
     """Returns the name of the transpose of an operation, for messages."""
     prefix = "the transpose of "
     return op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
 
 
-def _transposed(exchange: Exchange, sums: tuple[str, ...] | None) -> Exchange:
-    by_collectives = exchange.by_collectives and exchange.by_collectives.transposed()
-    op = name_of_transpose(exchange.op)
-    return exchange._replace(op=op, by_collectives=by_collectives, sums=sums)
+def _transposed(exchange: Exchange, moved: Sequence[Any]) -> Exchange:
+    """Returns the adjoint, by which arrays of the dtypes of `moved` return."""
+    return exchange._replace(
+        op=name_of_transpose(exchange.op),
+        by_collectives=exchange.by_collectives and exchange.by_collectives.transposed(),
+        sums=tuple(x.dtype.name for x in moved) if exchange.sums is None else None,
+    )
 
 
-def _adjoint(linear: ExchangeOperands, dtypes: list[Any], exchange: Exchange) -> list[Any]:
+def _adjoint(
+    fields: list[Any], cotangents: list[Any], dtypes: list[Any], exchange: Exchange
+) -> list[Any]:
     """Moves cotangents back; `dtypes` are those of the results."""
     if exchange.sums is None:
-        wide = [ct.astype(summable(ct.dtype)) for ct in linear.arrays]
-        exchange = _transposed(exchange, tuple(ct.dtype.name for ct in wide))
-        sums = combine_p.bind(*linear._replace(arrays=wide).flat(), exchange=exchange)
-        return [total.astype(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
-    # A copy commutes with rounding, so the narrower type is moved.
-    narrow = [ct.astype(dtype) for ct, dtype in zip(linear.arrays, dtypes, strict=True)]
-    operands = linear._replace(arrays=narrow).flat()
-    return dispatch_p.bind(*operands, exchange=_transposed(exchange, None))
+        moved = [ct.astype(summable(ct.dtype)) for ct in cotangents]
+    else:  # a copy commutes with rounding, so the narrower type is moved
+        moved = [ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True)]
+    adjoint = _transposed(exchange, moved)
+    outs = adjoint.primitive.bind(*fields, *moved, exchange=adjoint)
+    return [x.astype(dtype) for x, dtype in zip(outs, dtypes, strict=True)]
 
 
 def _jvp(primitive, primals, tangents, *, exchange: Exchange, **params):
-    if any(group.has_weights for group in exchange.groups):
+    if any("weights" in group.fields for group in exchange.groups):
         raise NotImplementedError(f"{exchange.op}: forward mode is not defined. Use jax.grad.")
     outs = primitive.bind(*primals, exchange=exchange, **params)
-    fields, *_ = _split_start(primals, exchange)
-    _, arrays, beside = _split_start(tangents, exchange)
+    fields, _, _ = exchange.split(primals)
+    _, arrays, beside = exchange.split(tangents)
     if primitive is not start_p:  # that is storage
         beside = []
     keep, work = _is_nonzero(arrays), _is_nonzero(beside)
@@ -208,59 +187,46 @@ def _jvp(primitive, primals, tangents, *, exchange: Exchange, **params):
     otherwise = [*zeros, *beside]
     if not any(keep):
         return outs, otherwise
-    linear, kept = _select(fields, exchange, arrays, keep)
-    operands = *linear.flat(), *itertools.compress(beside, work)
-    moved = primitive.bind(*operands, exchange=kept, **params)
+    fields, arrays, kept = exchange.select(fields, arrays, keep)
+    beside = itertools.compress(beside, work)
+    moved = primitive.bind(*fields, *arrays, *beside, exchange=kept, **params)
     are_new = [*keep, *keep, True, *work] if primitive is start_p else keep
     return outs, _spread(moved, are_new, otherwise)
 
 
 def _transpose(cotangents, *operands, exchange: Exchange):
-    split = ExchangeOperands.split(operands, exchange)
-    pairs = zip(split.arrays, _is_nonzero(cotangents), strict=True)
+    fields, arrays, storage = exchange.split(operands)
+    pairs = zip(arrays, _is_nonzero(cotangents), strict=True)
     keep = [ad.is_undefined_primal(x) and is_nonzero for x, is_nonzero in pairs]
-    results = [_zero_like(x) for x in split.arrays]
+    results = [_zero_like(x) for x in arrays]
     if any(keep):
-        linear, kept = split._replace(arrays=list(cotangents)).select(exchange, keep)
-        dtypes = [x.aval.dtype for x in itertools.compress(split.arrays, keep)]
-        results = _spread(_adjoint(linear, dtypes, kept), keep, results)
-    return [None] * exchange.num_before_arrays + results + [None] * len(split.storage)
-
-
-def _adjoint_pair(exchange: Exchange, arrays: Sequence[Any]) -> Exchange:
-    """Returns the adjoint in two calls, between which nothing may be cast."""
-    sums = tuple(x.dtype.name for x in arrays) if exchange.sums is None else None
-    return _transposed(exchange, sums)
+        dtypes = [x.aval.dtype for x in itertools.compress(arrays, keep)]
+        kept_fields, cts, kept = exchange.select(fields, cotangents, keep)
+        results = _spread(_adjoint(kept_fields, cts, dtypes, kept), keep, results)
+    return [None] * len(fields) + results + [None] * len(storage)
 
 
 def _jvp_done(primitive, primals, tangents, *, exchange: Exchange):
     outs = primitive.bind(*primals, exchange=exchange)
-    fields, _ = _split_done(primals, exchange)
+    fields, _, _ = exchange.split(primals)
     _, given = _split_done(tangents, exchange)
     keep, work = _is_nonzero(given.results), _is_nonzero(given.beside)
     otherwise = [*given.results, *given.beside]
     if not any(keep):
         return outs, otherwise
-    linear, kept = _select(fields, exchange, given.arrays, keep)
-    moved = _done(linear, kept, itertools.compress(given.results, keep), given, work)
-    return outs, _spread(moved, [*keep, *work], otherwise)
+    fields, arrays, kept = exchange.select(fields, given.arrays, keep)
+    results = list(itertools.compress(given.results, keep))
+    linear = given._replace(results=results, arrays=arrays)
+    return outs, _spread(_done(fields, linear, kept, work), [*keep, *work], otherwise)
 
 
 def _done(
-    linear: ExchangeOperands,
-    exchange: Exchange,
-    results: Iterable[Any],
-    values: PairValues,
-    work: Sequence[bool],
+    fields: list[Any], values: PairValues, exchange: Exchange, work: Sequence[bool]
 ) -> list[Any]:
     """Binds `done_p` for the selected arrays, with the nonzero values of the work."""
-    values = PairValues(
-        [ad.instantiate_zeros(x) for x in results],
-        [ad.instantiate_zeros(x) for x in linear.arrays],
-        ad.instantiate_zeros(values.held),
-        list(itertools.compress(values.beside, work)),
-    )
-    return done_p.bind(*linear._replace(arrays=[]).flat(), *values.flat(), exchange=exchange)
+    linear = map(ad.instantiate_zeros, [*values.results, *values.arrays, values.held])
+    beside = itertools.compress(values.beside, work)
+    return done_p.bind(*fields, *linear, *beside, exchange=exchange)
 
 
 def _transpose_done(cotangents, *operands, exchange: Exchange):
@@ -271,16 +237,17 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
         beside=list(beside)
     )
     if any(keep):
-        linear, kept = _select(fields, exchange, cts, keep)
+        kept_fields, cts, kept = exchange.select(fields, cts, keep)
         avals = [x.aval for x in itertools.compress(values.arrays, keep)]
-        pairs = zip(linear.arrays, avals, strict=True)
+        pairs = zip(cts, avals, strict=True)
         if any(x.dtype != y.dtype or summable(x.dtype) != x.dtype for x, y in pairs):
-            moved = _adjoint(linear, [x.dtype for x in avals], kept)
+            moved = _adjoint(kept_fields, cts, [x.dtype for x in avals], kept)
             out = out._replace(arrays=_spread(moved, keep, out.arrays))
-        else:
-            adjoint = _adjoint_pair(kept, linear.arrays)
+        else:  # the adjoint in two calls, between which nothing may be cast
+            adjoint = _transposed(kept, cts)
             started = start_p.bind(
-                *linear.flat(),
+                *kept_fields,
+                *cts,
                 *itertools.compress(beside, work),
                 exchange=adjoint,
                 num_held=values.held.aval.size,
@@ -296,14 +263,14 @@ def _transpose_done(cotangents, *operands, exchange: Exchange):
 
 
 def _transpose_start(cotangents, *operands, exchange: Exchange, num_held: int):
-    fields, arrays, beside = _split_start(operands, exchange)
+    fields, arrays, beside = exchange.split(operands)
     cts = PairValues.split(cotangents, exchange)
     keep, work = _is_nonzero(cts.results), _is_nonzero(cts.beside)
     outs = [*cts.arrays, *cts.beside]
     if any(keep):  # the adjoint exchange has been started
-        linear, kept = _select(fields, exchange, cts.results, keep)
-        adjoint = _adjoint_pair(kept, linear.arrays)
-        moved = _done(linear, adjoint, itertools.compress(cts.arrays, keep), cts, work)
+        kept_fields, results, kept = exchange.select(fields, cts.results, keep)
+        linear = cts._replace(results=list(itertools.compress(cts.arrays, keep)), arrays=results)
+        moved = _done(kept_fields, linear, _transposed(kept, results), work)
         outs = _spread(moved, [*keep, *work], outs)
     return [None] * len(fields) + _linear_only(outs, [*arrays, *beside])
 

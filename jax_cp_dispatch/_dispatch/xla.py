@@ -16,8 +16,9 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch.arguments import Exchange, ExchangeOperands, MetadataOperands
+from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._dispatch.xla_transfers import (
+    MetadataOperands,
     Transfers,
     XlaRanks,
     find_sources,
@@ -125,25 +126,16 @@ def _gather_in_turns(
 
 
 def dispatch_with_xla(
-    ranks: XlaRanks,
-    metadata: MetadataOperands,
-    arrays: Sequence[Shaped[Array, "rows ..."]],
-    *,
-    capacity: int,
-    fingerprint: Int32[Array, " 9"] | None = None,
+    ranks: XlaRanks, plan: Transfers, arrays: Sequence[Shaped[Array, "rows ..."]], capacity: int
 ) -> list[Shaped[Array, "out_rows ..."]]:
-    """Sends each shard to the ranks that `metadata` names, bit for bit; other rows are zero.
+    """Sends each shard to the ranks that the plan names, bit for bit; other rows are zero.
 
     Call on every rank, with manual axes; or once if one device holds all ranks: arrays and results
     are then those of all ranks.
     """
     dtypes = [x.dtype for x in arrays]
     bits = [_to_bits(x) for x in arrays]
-    num_tokens = ranks.rows_per_rank_in(bits[0])
-    plan = read_transfers(
-        metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
-    )
-    if ranks.are_ragged(num_tokens, plan):
+    if ranks.are_ragged(ranks.rows_per_rank_in(bits[0]), plan):
         received = _send_or_return(plan, ranks, bits, capacity, returns=False)
     else:
         everyones = [ranks.gather(x) for x in bits]
@@ -158,12 +150,10 @@ def dispatch_with_xla(
 
 def combine_with_xla(
     ranks: XlaRanks,
-    metadata: MetadataOperands,
+    plan: Transfers,
     arrays: Sequence[Shaped[Array, "rows ..."]],
-    *,
     num_tokens: int,
     dtypes: Sequence[str],
-    fingerprint: Int32[Array, " 9"] | None = None,
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Returns rows to their ranks and sums the replicas of each, by slots, then replicas 0 ... C-1.
 
@@ -174,13 +164,9 @@ def combine_with_xla(
     dtypes_in, dtypes_out = [y.dtype for y in arrays], [np.dtype(dtype) for dtype in dtypes]
     bits = [_to_bits(y) for y in arrays]
     capacity = ranks.rows_per_rank_in(bits[0])
-    plan = read_transfers(
-        metadata, ranks, num_tokens=num_tokens, capacity=capacity, fingerprint=fingerprint
-    )
-    is_named_once = metadata.src_offset is None
     # What returns to a rank at most: all replicas of its rows, and no more than all ranks hold,
     # since a plan in which ranges overlap there is not valid.
-    num_named = 1 if is_named_once else plan.num_rows.shape[1]
+    num_named = 1 if plan.is_contiguous else plan.num_rows.shape[1]
     num_home = min(num_tokens * num_named * plan.dst_rank.shape[2], ranks.num_ranks * capacity)
     num_bytes = ranks.num_ranks * sum(y.nbytes for y in bits)  # gathered
     num_at_once = max(1, MAX_GATHERED_BYTES * capacity // max(1, num_bytes))
@@ -195,24 +181,8 @@ def combine_with_xla(
         held, dst_rank = [home[None] for home in homes], jnp.minimum(plan.dst_rank, 0)
         dst_row = plan.begin_at_home
     sources = [_Sources(*each) for each in zip(held, dtypes_in, dtypes_out, strict=True)]
-
-    def bring_home(rank):
-        sender = _Sender(dst_rank[rank], dst_row[rank], plan.src_row[rank], plan.num_rows[rank])
-        zeros = lambda y, dtype: jnp.zeros((num_tokens, *y.bits.shape[2:]), dtype)
-        sums = _Sums(
-            jnp.zeros(num_tokens, jnp.int32),
-            [zeros(y, y.accumulator) for y in sources],
-            [zeros(y, y.bits.dtype) if y.keeps_first else None for y in sources],
-        )
-        sums = (_sum_one_shard if is_named_once else _sum_every_shard)(sender, sources, sums)
-        totals = zip(sums.totals, sources, strict=True)
-        results = [_to_bits(total.astype(y.dtype_out)) for total, y in totals]
-        return [
-            x if first is None else _where_row(sums.num_sources == 1, first, x)
-            for x, first in zip(results, sums.firsts, strict=True)
-        ]
-
-    totals = _on_each(bring_home, ranks)
+    at_home = plan._replace(dst_rank=dst_rank, dst_row=dst_row)
+    totals = _on_each(lambda rank: _sum_of_rank(rank, at_home, sources, num_tokens), ranks)
     return [_finish(x, dtype, plan) for x, dtype in zip(totals, dtypes_out, strict=True)]
 
 
@@ -220,16 +190,16 @@ def combine_weighted_with_xla(
     ranks: XlaRanks,
     metadata: MetadataOperands,
     arrays: Sequence[Shaped[Array, "rows ..."]],
-    *,
     num_tokens: int,
     dtypes: Sequence[str],
-    fingerprint: Int32[Array, " 9"] | None = None,
+    **options: Any,
 ) -> list[Shaped[Array, "T ..."]]:
     """Returns rows to their ranks and sums the replicas of each, times `metadata.weights`.
 
     Those of one rank are summed first, in float32 (float64 for float64), and rounded to the dtype
     of the rows; then the ranks, in the order in which they come first. Each slot is one row.
-    Otherwise as `combine_with_xla`, which brings all replicas home.
+    Otherwise as `combine_with_xla`, which brings all replicas home; `options` are those of
+    `read_transfers`.
     """
     weights, dst_rank = metadata.weights, metadata.dst_rank
     num_replicas = dst_rank.shape[1]
@@ -239,9 +209,9 @@ def combine_weighted_with_xla(
         dst_rank=dst_rank.reshape(-1),
         dst_offset=metadata.dst_offset.reshape(-1),
     )
-    options = {"num_tokens": dst_rank.size, "dtypes": dtypes, "fingerprint": fingerprint}
+    plan = read_transfers(one_by_one, ranks, num_tokens=dst_rank.size, **options)
     totals = []
-    for rows in combine_with_xla(ranks, one_by_one, arrays, **options):
+    for rows in combine_with_xla(ranks, plan, arrays, dst_rank.size, dtypes):
         rows = rows.reshape(num_tokens, num_replicas, *rows.shape[1:])
         total = jnp.zeros_like(rows[:, 0], sum_dtype(rows.dtype))
         is_new = dst_rank >= 0
@@ -269,15 +239,6 @@ def _on_each(one_rank: Callable[..., Any], ranks: XlaRanks) -> list[Array]:
 # ---- Sums.
 
 
-class _Sender(NamedTuple):
-    """One rank's part of the plan."""
-
-    dst_rank: Int32[Array, "S C"]
-    dst_row: Int32[Array, "S C"]
-    src_row: Int32[Array, " S"]
-    num_rows: Int32[Array, " S"]
-
-
 class _Sources(NamedTuple):
     """The rows `[W, capacity, ...]` of all ranks from which one result is summed."""
 
@@ -303,53 +264,62 @@ class _Sums(NamedTuple):
     firsts: list[Array | None]  # the bits of the first source, if they are kept
 
 
-def _sum_one_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
-    """Sums contiguous shards, where a row is in at most one of them."""
-    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)
-    slot = jnp.searchsorted(sender.src_row, rows, side="right") - 1
-    is_named = rows < (sender.src_row + sender.num_rows)[slot]
-    return _add_shards(jnp.where(is_named, slot, -1), sender, sources, sums)
+def _sum_of_rank(
+    rank: Array, plan: Transfers, sources: list[_Sources], num_tokens: int
+) -> list[Array]:
+    """Returns the sums of one rank's rows, by the bits in which they move."""
+    dst_rank, dst_row, src_row, num_rows = (x[rank] for x in plan[:4])
+    zeros = lambda y, dtype: jnp.zeros((num_tokens, *y.bits.shape[2:]), dtype)
+    sums = _Sums(
+        jnp.zeros(num_tokens, jnp.int32),
+        [zeros(y, y.accumulator) for y in sources],
+        [zeros(y, y.bits.dtype) if y.keeps_first else None for y in sources],
+    )
+    rows = jnp.arange(num_tokens, dtype=jnp.int32)
 
+    def add(slot: Array, sums: _Sums) -> _Sums:
+        """Adds to every row the replicas of its shard `slot`; nothing if not in [0, S)."""
+        tokens = jnp.arange(slot.size, dtype=jnp.int32)
+        for c in range(dst_rank.shape[1]):
+            to = dst_rank.at[slot, c]
+            other = to.get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+            row = dst_row[slot, c] + tokens - src_row[slot]
+            is_source = other >= 0
+            is_first = is_source & (sums.num_sources == 0)
+            totals, firsts = [], []
+            for y, total, first in zip(sources, sums.totals, sums.firsts, strict=True):
+                bits = _take_rows(y.bits, other, row)
+                value = _from_bits(bits, y.dtype).astype(y.accumulator)
+                added = _where_row(is_source, total + value, total)
+                totals.append(_where_row(is_first, value, added))
+                firsts.append(None if first is None else _where_row(is_first, bits, first))
+            sums = _Sums(sums.num_sources + is_source.astype(jnp.int32), totals, firsts)
+        return sums
 
-def _sum_every_shard(sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
-    """Sums rows that may be in any number of shards: each turn adds the next one of every row."""
-    num_slots = sender.src_row.size
-    rows = jnp.arange(sums.num_sources.size, dtype=jnp.int32)[None]
-    slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    ends = sender.src_row + sender.num_rows
-    is_named = (sender.src_row[:, None] <= rows) & (rows < ends[:, None])
+    if plan.is_contiguous:  # a row is in at most one shard
+        slot = jnp.searchsorted(src_row, rows, side="right") - 1
+        is_named = rows < (src_row + num_rows)[slot]
+        sums = add(jnp.where(is_named, slot, -1), sums)
+    else:  # in any number of shards: each turn adds the next one of every row
+        num_slots = src_row.size
+        slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+        tokens = rows[None]
+        is_named = (src_row[:, None] <= tokens) & (tokens < (src_row + num_rows)[:, None])
 
-    def next_slot(slot):
-        return jnp.min(jnp.where(is_named & (slots > slot[None]), slots, num_slots), axis=0)
+        def next_slot(slot):
+            return jnp.min(jnp.where(is_named & (slots > slot[None]), slots, num_slots), axis=0)
 
-    def turn(carry):
-        slot, sums = carry
-        return next_slot(slot), _add_shards(slot, sender, sources, sums)
-
-    flat, tree = jax.tree.flatten((next_slot(jnp.full_like(rows[0], -1)), sums))
-    everything = [*flat, *sender, *(y.bits for y in sources)]
-    carry = jax.tree.unflatten(tree, vary_alike(everything)[: len(flat)])
-    return lax.while_loop(lambda carry: jnp.any(carry[0] < num_slots), turn, carry)[1]
-
-
-def _add_shards(slot: Array, sender: _Sender, sources: list[_Sources], sums: _Sums) -> _Sums:
-    """Adds to every row the replicas of its shard `slot`; nothing if that is not in [0, S)."""
-    rows = jnp.arange(slot.size, dtype=jnp.int32)
-    for c in range(sender.dst_rank.shape[1]):
-        to = sender.dst_rank.at[slot, c]
-        rank = to.get(mode="fill", fill_value=-1, wrap_negative_indices=False)
-        row = sender.dst_row[slot, c] + rows - sender.src_row[slot]
-        is_source = rank >= 0
-        is_first = is_source & (sums.num_sources == 0)
-        totals, firsts = [], []
-        for y, total, first in zip(sources, sums.totals, sums.firsts, strict=True):
-            bits = _take_rows(y.bits, rank, row)
-            value = _from_bits(bits, y.dtype).astype(y.accumulator)
-            added = _where_row(is_source, total + value, total)
-            totals.append(_where_row(is_first, value, added))
-            firsts.append(None if first is None else _where_row(is_first, bits, first))
-        sums = _Sums(sums.num_sources + is_source.astype(jnp.int32), totals, firsts)
-    return sums
+        flat, tree = jax.tree.flatten((next_slot(jnp.full_like(rows, -1)), sums))
+        everything = [*flat, dst_rank, dst_row, src_row, num_rows, *(y.bits for y in sources)]
+        carry = jax.tree.unflatten(tree, vary_alike(everything)[: len(flat)])
+        turn = lambda carry: (next_slot(carry[0]), add(*carry))
+        sums = lax.while_loop(lambda carry: jnp.any(carry[0] < num_slots), turn, carry)[1]
+    totals = zip(sums.totals, sources, strict=True)
+    results = [_to_bits(total.astype(y.dtype_out)) for total, y in totals]
+    return [
+        x if first is None else _where_row(sums.num_sources == 1, first, x)
+        for x, first in zip(results, sums.firsts, strict=True)
+    ]
 
 
 # ---- Rows and bits.
@@ -402,11 +372,7 @@ def may_be_ragged(platforms: Sequence[str], backend: Any) -> bool:
 
     A program for the devices that are here needs the self-test, which all processes of a job run
     together. A program for other devices, those of `backend`, needs a compiler that takes the
-    operation. Any other program is only lowered, and uses it.
-
-    Args:
-      platforms: what the program is lowered for.
-      backend: the client whose devices the program is for; None if it is unknown.
+    operation. Any other program, whose backend may be None, is only lowered, and uses it.
     """
     if len(platforms) != 1 or platforms[0] not in _PLATFORMS:
         return False
@@ -495,9 +461,9 @@ def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
     for ragged in (True, False):
         ranks = XlaRanks(rank, (_AXIS,), num_ranks, ragged)
         rows = [own, own.astype(jnp.bfloat16)]
-        sent = dispatch_with_xla(ranks, metadata, rows, capacity=_CAPACITY)
-        dtypes = [x.dtype.name for x in sent]
-        home = combine_with_xla(ranks, metadata, sent, num_tokens=_ROWS, dtypes=dtypes)
+        plan = read_transfers(metadata, ranks, num_tokens=_ROWS, capacity=_CAPACITY)
+        sent = dispatch_with_xla(ranks, plan, rows, _CAPACITY)
+        home = combine_with_xla(ranks, plan, sent, _ROWS, [x.dtype.name for x in sent])
         results.append([*sent, *home])
     counts = [jnp.sum(x != y) for x, y in zip(*results, strict=True)]
     return jnp.sum(jnp.stack(counts))[None]
@@ -507,59 +473,44 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = 
     """Lowers the part of one rank."""
     program, is_static = ctx.module_context, exchange.by_collectives is not None
     ragged = not is_static and may_be_ragged(program.platforms, program.backend)
-    move = functools.partial(_move, exchange, ragged)
-    return mlir.lower_fun(move, multiple_results=True)(ctx, *operands)
+    run = functools.partial(move, exchange, ragged)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def on_one_device(exchange: Exchange) -> Callable[..., Any]:
-    """Returns the exchange of a device that holds the rows of all ranks, to be traced."""
-    return functools.partial(_move, exchange, False)
-
-
-def _move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+def move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+    """Makes the exchange of one rank, or of a device that holds the rows of all ranks."""
     if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
         with jax.enable_x64(True):  # which the partitioner has left
-            return _move(exchange, ragged, *operands)
-    split = ExchangeOperands.split(operands, exchange)
+            return move(exchange, ragged, *operands)
+    fields, arrays, _ = exchange.split(operands)
     if exchange.by_collectives is not None:
-        moved = exchange.by_collectives(split.arrays)
+        moved = exchange.by_collectives(arrays)
         if exchange.sums is None:
             return moved
         return [y.astype(dtype) for y, dtype in zip(moved, exchange.sums, strict=True)]
     axis_names = () if exchange.is_global else exchange.comm.axis_names
     ranks = XlaRanks(rank_index(axis_names), axis_names, exchange.comm.num_ranks, ragged)
-    sums = exchange.sums or [""] * exchange.num_arrays
-    outs = []
-    for group, metadata, fingerprint, arrays, dtypes in zip(
-        exchange.groups,
-        split.metadata,
-        split.fingerprints,
-        exchange.by_group(split.arrays),
-        exchange.by_group(sums),
-        strict=True,
+    rest, groups, outs = iter(fields), exchange.groups, []
+    metadata = [MetadataOperands(**{name: next(rest) for name in x.fields}) for x in groups]
+    fingerprints = [next(rest) if group.has_fingerprint else None for group in groups]
+    by_group = exchange.by_group(arrays)
+    sums = exchange.by_group(exchange.sums or [""] * exchange.num_arrays)
+    for group, fields, fingerprint, arrays, dtypes in zip(
+        groups, metadata, fingerprints, by_group, sums, strict=True
     ):
+        num_tokens, capacity = group.num_tokens, group.capacity
+        if (num_tokens if exchange.sums is None else capacity) == 0:
+            arrays = [x[:0] for x in arrays]  # padding, because custom calls take no empty arrays
+        options: Any = {"capacity": capacity, "fingerprint": fingerprint}
+        if fields.weights is not None:
+            outs += combine_weighted_with_xla(ranks, fields, arrays, num_tokens, dtypes, **options)
+            continue
+        plan = read_transfers(fields, ranks, num_tokens=num_tokens, **options)
         if exchange.sums is None:
-            arrays = _without_padding(arrays, group.num_tokens)
-            outs += dispatch_with_xla(
-                ranks, metadata, arrays, capacity=group.capacity, fingerprint=fingerprint
-            )
+            outs += dispatch_with_xla(ranks, plan, arrays, capacity)
         else:
-            arrays = _without_padding(arrays, group.capacity)
-            combine = combine_weighted_with_xla if group.has_weights else combine_with_xla
-            outs += combine(
-                ranks,
-                metadata,
-                arrays,
-                num_tokens=group.num_tokens,
-                dtypes=dtypes,
-                fingerprint=fingerprint,
-            )
+            outs += combine_with_xla(ranks, plan, arrays, num_tokens, dtypes)
     return outs
-
-
-def _without_padding(arrays: list[Any], num_rows: int) -> list[Any]:
-    """Removes the padding of arrays without rows, which custom calls cannot take empty."""
-    return [x[:0] for x in arrays] if num_rows == 0 else arrays
 
 
 # ---- Plans that are one collective of XLA on arrays whose rows are the ranks' tokens.

@@ -11,29 +11,37 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._dispatch.arguments import MetadataOperands
-
 _MAX_INT32 = 2**31 - 1
 
 MAX_UPDATES = 4096
 """Updates of `ragged_all_to_all` per rank and call. NCCL sends each separately; not measured."""
 
 
+class MetadataOperands(NamedTuple):
+    """The fields of forward metadata that movement reads, as integers of 32 or 64 bits.
+
+    Either one rank's view, or the same with a leading 1 (as sharded by `in_specs=P(axis_name)`), or
+    the views of all ranks with a leading W, of which a rank reads its own.
+    """
+
+    num_recv_tokens: Any  # [W + 1]
+    seq_len: Any  # [S]
+    dst_rank: Any  # [S] or [S, C]
+    dst_offset: Any  # as dst_rank
+    src_offset: Any = None  # [S]; None: shards are contiguous
+    weights: Any = None  # as dst_rank, real numbers of this rank; see `combine_weighted_with_xla`
+
+
 class XlaRanks(NamedTuple):
     """The ranks of an exchange.
 
-    Attributes:
-      rank: the one that runs, an integer scalar; without `axis_names` it is not read.
-      axis_names: the mesh axes whose devices are the ranks, the major one first; () if one device
-        holds the rows and the metadata of all ranks, in order of rank.
-      num_ranks: W.
-      may_be_ragged: whether `ragged_all_to_all` may be used.
+    Without `axis_names`, one device holds the rows and the metadata of all ranks, in their order.
     """
 
-    rank: Any
-    axis_names: tuple[str, ...]
+    rank: Any  # the one that runs, an integer scalar; not read without `axis_names`
+    axis_names: tuple[str, ...]  # whose devices are the ranks, the major one first
     num_ranks: int
-    may_be_ragged: bool = False
+    may_be_ragged: bool = False  # whether `ragged_all_to_all` may be used
 
     def gather(self, x: Array) -> Array:
         """Returns `[W, rows, ...]`: gathered, or on one device the rows split by rank."""
@@ -51,15 +59,6 @@ class XlaRanks(NamedTuple):
         return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
 
 
-class SortedReplicas(NamedTuple):
-    """The replicas of all shards, sorted by destination rank and row."""
-
-    rank: Int32[Array, " WSC"]
-    begin: Int32[Array, " WSC"]
-    end: Int32[Array, " WSC"]
-    replica: Int32[Array, " WSC"]  # its index in [W, S, C]
-
-
 class Transfers(NamedTuple):
     """The transfers of all ranks, and whether the native handlers would accept them."""
 
@@ -67,7 +66,8 @@ class Transfers(NamedTuple):
     dst_row: Int32[Array, "W S C"]
     src_row: Int32[Array, "W S"]
     num_rows: Int32[Array, "W S"]  # 0 where nothing moves
-    received: SortedReplicas
+    is_contiguous: bool  # whether shards follow each other, so that a row is in one of them
+    received: tuple[Array, ...]  # by rank and row: ranks, begins, ends, and indices in [W, S, C]
     is_valid: Bool[Array, ""]
 
     @property
@@ -94,7 +94,7 @@ def read_transfers(
 
     `num_tokens` are rows per rank of the sender's arrays, `capacity` those of the receive buffers.
     """
-    num_ranks = ranks.num_ranks
+    num_ranks, is_contiguous = ranks.num_ranks, metadata.src_offset is None
     metadata = _gather_metadata(metadata, ranks)
     seq_len, src_row = metadata.seq_len, metadata.src_offset
     dst_rank, dst_row = metadata.dst_rank, metadata.dst_offset
@@ -127,8 +127,7 @@ def read_transfers(
     moved_from = moved_from.at[dst_rank, senders].add(num_moved)
     index = jnp.arange(dst_rank.size, dtype=jnp.int32)
     replicas = (*(x.ravel() for x in (dst_rank, dst_row, dst_row + num_moved)), index)
-    received = SortedReplicas(*lax.sort(replicas, num_keys=2))
-    rank, begin, end, _ = received
+    received = rank, begin, end, _ = lax.sort(replicas, num_keys=2)
     overlap = (rank[1:] == rank[:-1]) & (rank[1:] >= 0) & (begin[1:] < end[:-1])
     is_valid = ~(
         jnp.any(is_negative)
@@ -141,21 +140,22 @@ def read_transfers(
         all_ = lax.all_gather(fingerprint, ranks.axis_names)
         is_right = jnp.all(all_[:, 1::2] == all_[:, 2::2])
         is_valid &= is_right & jnp.all(all_[:, 0] == all_[0, 0])
-    return Transfers(dst_rank, dst_row, src_row, jnp.max(num_moved, axis=2), received, is_valid)
+    num_rows = jnp.max(num_moved, axis=2)
+    return Transfers(dst_rank, dst_row, src_row, num_rows, is_contiguous, received, is_valid)
 
 
 def find_sources(plan: Transfers, rank: Array, capacity: int) -> tuple[Array, Array]:
     """Returns, per row of the rank's receive buffer, its source rank (-1: none) and row."""
     _, num_slots, num_replicas = plan.dst_rank.shape
-    received = plan.received
-    begin = jnp.where(received.rank == rank, received.begin, _MAX_INT32)
-    begin = jnp.where(received.rank < rank, -1, begin)
+    ranks, begins, ends, replicas = plan.received
+    begin = jnp.where(ranks == rank, begins, _MAX_INT32)
+    begin = jnp.where(ranks < rank, -1, begin)
     rows = jnp.arange(capacity, dtype=jnp.int32)
     place = jnp.searchsorted(begin, rows, side="right") - 1
-    is_covered = (place >= 0) & (received.rank[place] == rank) & (rows < received.end[place])
-    shard = received.replica[place] // num_replicas
+    is_covered = (place >= 0) & (ranks[place] == rank) & (rows < ends[place])
+    shard = replicas[place] // num_replicas
     src_rank = jnp.where(is_covered, shard // num_slots, -1)
-    return src_rank, plan.src_row.ravel()[shard] + rows - received.begin[place]
+    return src_rank, plan.src_row.ravel()[shard] + rows - begins[place]
 
 
 def _gather_metadata(metadata: MetadataOperands, ranks: XlaRanks) -> MetadataOperands:

@@ -1,13 +1,12 @@
 """The ranks of a collective call: axes, devices, and how long they wait for each other."""
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
 import numbers
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,24 +75,14 @@ Groups = tuple[tuple[Any, ...], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Communicator:
-    """The ranks of one call.
+    """The ranks of one call; without axes it does not communicate. Groups are independent."""
 
-    Attributes:
-      axis_names: mesh axes on which a device's index is its rank, major axis first; without axes
-        the call does not communicate.
-      num_ranks: of one group; 0 without axes.
-      group_axes: mesh axes on which a device's index is its group. Groups are independent.
-      open_axes: mesh axes that the lowering must make manual.
-      implementation: the caller's choice; None selects one.
-      deadline_ms: milliseconds that a rank waits for another; None: the platform's default.
-    """
-
-    axis_names: tuple[str, ...] = ()
-    num_ranks: int = 0
-    group_axes: tuple[str, ...] = ()
-    open_axes: tuple[str, ...] = ()
-    implementation: str | None = None
-    deadline_ms: int | None = None
+    axis_names: tuple[str, ...] = ()  # on which a device's index is its rank, major axis first
+    num_ranks: int = 0  # of one group; 0 without axes
+    group_axes: tuple[str, ...] = ()  # on which a device's index is its group
+    open_axes: tuple[str, ...] = ()  # that the lowering must make manual
+    implementation: str | None = None  # the caller's choice; None selects one
+    deadline: float | None = None  # seconds that a rank waits for another; None: the default
 
     def inside(self, mesh: Any) -> "Communicator":
         """Returns the same ranks with all axes of `mesh` manual."""
@@ -105,7 +94,7 @@ class Communicator:
         return {
             "axis": ",".join(self.axis_names),
             "num_ranks": np.int64(self.num_ranks),
-            "deadline_ms": np.int64(self.deadline_ms or default_deadline_ms()),
+            "deadline_ms": np.int64(deadline_ms(self.deadline)),
         }
 
 
@@ -130,39 +119,25 @@ def check_deadline(op: str, deadline: Any) -> None:
         raise ValueError(f"{op}: deadline is {deadline}; it needs to be {_NEEDS}.")
 
 
-def in_milliseconds(deadline: float | None) -> int | None:
-    """Converts a checked deadline from seconds to the handlers' unit."""
-    return None if deadline is None else max(1, round(1000 * float(min(deadline, _LONGEST))))
-
-
-def default_deadline_ms(on_gpus: bool = False) -> int:
-    """Returns the deadline of calls that name none: of the environment, or of the platform."""
+def deadline_ms(deadline: float | None, on_gpus: bool = False) -> int:
+    """Returns a checked deadline in milliseconds; None is that of the environment or platform."""
     text = os.environ.get(_VARIABLE)
-    if text is None:
-        return round(1000 * (DEFAULT_DEADLINE_ON_GPUS if on_gpus else DEFAULT_DEADLINE))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{_VARIABLE} is {text!r}; it needs to be {_NEEDS}.")
-    return in_milliseconds(seconds) or 1
+    if deadline is None and text is None:
+        deadline = DEFAULT_DEADLINE_ON_GPUS if on_gpus else DEFAULT_DEADLINE
+    elif deadline is None:
+        try:
+            deadline = float(text or "")
+        except ValueError:
+            deadline = math.nan
+        if not 0 < deadline < math.inf:
+            raise ValueError(f"{_VARIABLE} is {text!r}; it needs to be {_NEEDS}.")
+    return max(1, round(1000 * float(min(deadline, _LONGEST))))
 
 
 # ---- Identifies a custom call across processes, and the devices of its ranks.
 
-_mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
-
-
-@contextlib.contextmanager
-def remember_mesh(ctx: Any) -> Iterator[None]:
-    """Remembers the mesh while axes are made manual; inside, types show an abstract mesh."""
-    mesh = _mesh_of(ctx)
-    token = _mesh_around.set(mesh if _is_concrete(mesh) else _mesh_around.get())
-    try:
-        yield
-    finally:
-        _mesh_around.reset(token)
+mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around", default=None)
+"""The mesh of the program while axes are made manual; inside, types show an abstract mesh."""
 
 
 def call_site_attributes(
@@ -193,20 +168,16 @@ def call_site_attributes(
     }
 
 
-def program_groups(ctx: Any, comm: Communicator) -> Groups | None:
-    """Returns the devices of the ranks of the program that is being lowered.
+def mesh_groups(mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]) -> Groups | None:
+    """Returns the devices of the ranks on a mesh, or on the one that is set if it is None.
 
     None if the devices of the mesh are unknown; () for a call without ranks.
     """
-    if not comm.axis_names:
+    if not axis_names:
         return ()
-    return mesh_groups(_mesh_of(ctx), comm.axis_names, comm.group_axes)
-
-
-def mesh_groups(mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]) -> Groups | None:
-    """Returns the same for a mesh, or for the one that is set if it is None."""
-    for found in mesh, _mesh_around.get(), get_concrete_mesh():
-        if _is_concrete(found) and (mesh is None or found.shape_tuple == mesh.shape_tuple):
+    for found in mesh, mesh_around.get(), get_concrete_mesh():
+        is_concrete = isinstance(found, jax.sharding.Mesh) and not found.empty
+        if is_concrete and (mesh is None or found.shape_tuple == mesh.shape_tuple):
             break
     else:
         return None
@@ -215,11 +186,3 @@ def mesh_groups(mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str])
     devices = found.devices.transpose([found.axis_names.index(name) for name in order])
     num_groups = int(np.prod([found.shape[name] for name in group_axes], dtype=int))
     return tuple(map(tuple, devices.reshape(num_groups, -1)))
-
-
-def _mesh_of(ctx: Any) -> Any:
-    return getattr(ctx.module_context.axis_context, "mesh", None)
-
-
-def _is_concrete(mesh: Any) -> bool:
-    return isinstance(mesh, jax.sharding.Mesh) and not mesh.empty

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator, Groups, default_deadline_ms
+from jax_cp_dispatch._ranks.communicator import Communicator, Groups, deadline_ms
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
 
@@ -21,35 +21,21 @@ from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
 
 
 class GpuJob(NamedTuple):
-    """One process of a job of one GPU each, while they connect.
+    """One process of a job of one GPU each, while they connect."""
 
-    Attributes:
-      publish: (name, value) -> the values of all processes.
-      process: the number of this one.
-      device: its GPU, as CUDA counts.
-      hosts: of each process.
-      slab_bytes: of each process.
-    """
-
-    publish: Callable[[str, Any], list[Any]]
+    publish: Callable[[str, Any], list[Any]]  # (name, value) -> the values of all processes
     process: int
-    device: int
-    hosts: list[str]
-    slab_bytes: int
+    device: int  # its GPU, as CUDA counts
+    hosts: list[str]  # of each process
+    slab_bytes: int  # of each process
 
 
 class Slabs(NamedTuple):
-    """The slabs of all processes.
+    """The slabs of all processes."""
 
-    Attributes:
-      transport: "cuda_ipc" or "nvshmem".
-      bases: the address of each in this process; this process's own where it is not mapped.
-      memory_groups: the group of each process; those of one group map each other's slabs.
-    """
-
-    transport: str
-    bases: list[int]
-    memory_groups: list[int]
+    transport: str  # "cuda_ipc" or "nvshmem"
+    bases: list[int]  # the address of each here; this process's own where it is not mapped
+    memory_groups: list[int]  # of each process; those of one group map each other's slabs
 
     def reach(self, processes: Iterable[int]) -> bool:
         """Whether these processes exchange through the slabs; the same answer in all of them."""
@@ -320,7 +306,11 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
     text = os.environ.get(_SLAB_VARIABLE, str(_SLAB_BYTES))
     if not text.isdecimal() or int(text) < 1 << 20:
         raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
-    found = publish_all("ready", [_why_not_ready(), len(_local_gpus()), _host(), int(text)])
+    why = runtime.cuda_reason
+    if runtime.cuda is not None:
+        num_gpus, reason = runtime.cuda.device_count()
+        why = f"this process has no GPU: {reason}" if num_gpus == 0 else ""
+    found = publish_all("ready", [why, len(_local_gpus()), _host(), int(text)])
     reasons = [f"process {p}: {why}" for p, (why, *_) in enumerate(found) if why]
     if not reasons and max(num_gpus for _, num_gpus, *_ in found) > 1:
         p, num_gpus = next((p, one[1]) for p, one in enumerate(found) if one[1] > 1)
@@ -379,14 +369,6 @@ def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:
         return GpuWorld(slabs.transport, "; ".join([where, *reasons]))
     inside = f"groups of ranks inside one host use {slabs.transport}"
     return GpuWorld("xla", "; ".join([where, *reasons, inside]))
-
-
-def _why_not_ready() -> str:
-    """Returns the first obstacle that a process can find alone, or ""."""
-    if runtime.cuda is None:
-        return runtime.cuda_reason
-    num_gpus, reason = runtime.cuda.device_count()
-    return f"this process has no GPU: {reason}" if num_gpus == 0 else ""
 
 
 def _local_gpus() -> list[Any]:
@@ -486,7 +468,7 @@ def gpu_attributes(
     return {
         "device_table": np.array([device_entry(d) for d in devices], np.int64),
         "memory": memory,
-        "deadline_ms": np.int64(comm.deadline_ms or default_deadline_ms(on_gpus=True)),
+        "deadline_ms": np.int64(deadline_ms(comm.deadline, on_gpus=True)),
     }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -16,7 +16,7 @@ from jax_cp_dispatch._ranks.gpu import (
     gpu_attributes,
     why_no_peer_access,
 )
-from jax_cp_dispatch._ranks.job import refuse_after_fork, refuse_alone
+from jax_cp_dispatch._ranks.job import refuse_here
 from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
 from jax_cp_dispatch._text import say_once
 
@@ -41,8 +41,8 @@ class Implementation:
       is_collectives: whether XLA's collectives move the data; code that has such collectives of its
         own uses them instead of a dispatch.
       spans_processes: whether ranks of one group may be in several processes.
-      why_not: from the platforms of a program and the devices of its ranks, why it cannot serve the
-        program, or None. See `choose_implementation`.
+      why_unreached: from the devices of the ranks, in as many processes as it serves, why it does
+        not reach all of them, or None.
       serves: what it serves, as text, if it is available.
       remedy: the next step, for the error if it cannot serve a program.
       rank_attributes: from the context of a lowering rule, the ranks, their devices and a
@@ -55,34 +55,50 @@ class Implementation:
     platform: str | None
     spans_processes: bool
     is_collectives: bool = False
-    why_not: Callable[[Sequence[str], Groups | None], str | None]
+    why_unreached: Callable[[Groups], str | None] = lambda groups: None
     serves: Callable[[], str]
     remedy: str
     rank_attributes: Callable[[Any, Communicator, Groups | None, str], dict[str, Any]]
     lowerings: dict[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
+    def why_not(self, platforms: Sequence[str], groups: Groups | None) -> str | None:
+        """Returns why it cannot serve a program for `platforms`, or None.
 
-def all_groups(groups: Groups | None) -> Groups:
-    """Returns the devices of the ranks by group; all devices in one if they are unknown."""
-    return (tuple(jax.devices()),) if groups is None else groups
+        `groups` are the devices of the ranks; None: all devices form one group. A program can be
+        lowered for GPUs without one, so this does not look for GPUs.
+        """
+        if self.platform is None:
+            return None
+        other = [name for name in platforms if name != self.platform]
+        if other:
+            devices = "CPU devices" if self.platform == "cpu" else "NVIDIA GPUs"
+            return f"the platform is {other[0]!r}, but it serves {devices}"
+        if self.platform == "cuda" and runtime.cuda is None:
+            return runtime.cuda_reason
+        if self.spans_processes and jax.process_count() == 1:
+            return "there is one process"
+        groups = (tuple(jax.devices()),) if groups is None else groups
+        for group in groups if not self.spans_processes and jax.process_count() > 1 else ():
+            processes = process_numbers(group)
+            if len(processes) > 1:
+                named = ", ".join(map(str, processes[:4])) + (", ..." if len(processes) > 4 else "")
+                return (
+                    f"ranks of one group are in {len(processes)} processes ({named}), but it "
+                    "serves those of one"
+                )
+        return self.why_unreached(groups)
+
+    def refuse(self, op: str, missing: str) -> NoReturn:
+        """Raises, for a program that the caller wants it to serve, the reason why it cannot."""
+        raise NotImplementedError(
+            f"{op}: implementation={self.name!r} cannot serve this program: {missing}. "
+            f"{self.remedy}"
+        )
 
 
 def process_numbers(group: Iterable[Any]) -> list[int]:
     """Returns the processes of some devices."""
     return sorted({device.process_index for device in group})
-
-
-def why_not_one_process(groups: Groups | None) -> str | None:
-    """Returns which ranks of one group are in several processes; None if there are none."""
-    for group in all_groups(groups) if jax.process_count() > 1 else ():
-        processes = process_numbers(group)
-        if len(processes) > 1:
-            named = ", ".join(map(str, processes[:4])) + (", ..." if len(processes) > 4 else "")
-            return (
-                f"ranks of one group are in {len(processes)} processes ({named}), but it serves "
-                "those of one"
-            )
-    return None
 
 
 # ---- Between CPU devices: inside one process, and between the processes of one host.
@@ -94,29 +110,17 @@ _CPU_REMEDY = (
 )
 
 
-def _why_not_shared_memory(platforms: Sequence[str], groups: Groups | None) -> str | None:
-    missing = _why_not_cpu(platforms)
-    if missing is not None:
-        return missing
-    if jax.process_count() == 1:
-        return "there is one process"
+def _why_not_shared(groups: Groups) -> str | None:
     choice = transport_choice()
     if choice is None:
         return "jax_cp_dispatch.initialize() has not been called in this process"
-    found = map(process_numbers, all_groups(groups))
-    return None if all(map(share_memory, found)) else choice.reason
-
-
-def _why_not_cpu(platforms: Sequence[str]) -> str | None:
-    other = [name for name in platforms if name != "cpu"]
-    return f"the platform is {other[0]!r}, but it serves CPU devices" if other else None
+    return None if all(map(share_memory, map(process_numbers, groups))) else choice.reason
 
 
 IN_PROCESS = Implementation(
     name="in_process",
     platform="cpu",
     spans_processes=False,
-    why_not=lambda platforms, groups: _why_not_cpu(platforms) or why_not_one_process(groups),
     serves=lambda: "all devices are CPU devices of this process",
     remedy=_CPU_REMEDY,
     rank_attributes=functools.partial(call_site_attributes, "in_process"),
@@ -126,7 +130,7 @@ SHARED_MEMORY = Implementation(
     name="shared_memory",
     platform="cpu",
     spans_processes=True,
-    why_not=_why_not_shared_memory,
+    why_unreached=_why_not_shared,
     serves=lambda: getattr(transport_choice(), "reason", ""),
     remedy=_CPU_REMEDY,
     rank_attributes=functools.partial(call_site_attributes, "shared_memory"),
@@ -141,45 +145,20 @@ MAX_RANKS = 64
 """As in csrc/kernels/call.h: ranks are bits of a word."""
 
 
-def _why_not_cuda(platforms: Sequence[str]) -> str | None:
-    """Does not look for a GPU: programs can be lowered without one."""
-    other = [platform for platform in platforms if platform != "cuda"]
-    if other:
-        return f"the platform is {other[0]!r}, but it serves NVIDIA GPUs"
-    if runtime.cuda is None:
-        return runtime.cuda_reason
-    return None
-
-
-def _why_too_many(groups: Groups | None) -> str | None:
-    most = max(map(len, all_groups(groups)), default=0)
+def _why_too_many(groups: Groups) -> str | None:
+    most = max(map(len, groups), default=0)
     if most <= MAX_RANKS:
         return None
     return f"there are {most} ranks, but a call on GPUs takes at most {MAX_RANKS}"
 
 
-def _why_not_in_one_process(platforms: Sequence[str], groups: Groups | None) -> str | None:
-    return (
-        _why_not_cuda(platforms)
-        or why_not_one_process(groups)
-        or _why_too_many(groups)
-        or why_no_peer_access(all_groups(groups))
-    )
-
-
-def _why_not_connected(name: str, platforms: Sequence[str], groups: Groups | None) -> str | None:
-    missing = _why_not_cuda(platforms)
-    if missing is not None:
-        return missing
-    if jax.process_count() == 1:
-        return "there is one process"
-    world = connected_gpus()
+def _why_not_connected(name: str, groups: Groups) -> str | None:
+    world, slabs = connected_gpus(), connected_slabs()
     if world is None:
         return "jax_cp_dispatch.gpu.connect_gpus() has not been called in this process"
-    slabs = connected_slabs()
     if slabs is not None and slabs.transport != name:
         return f"{slabs.transport} connects the processes: {world.reason}"
-    if slabs is None or not all(map(slabs.reach, map(process_numbers, all_groups(groups)))):
+    if slabs is None or not all(map(slabs.reach, map(process_numbers, groups))):
         return world.reason
     return _why_too_many(groups)
 
@@ -190,7 +169,7 @@ CUDA_PEER = Implementation(
     name="cuda_peer",
     platform="cuda",
     spans_processes=False,
-    why_not=_why_not_in_one_process,
+    why_unreached=lambda groups: _why_too_many(groups) or why_no_peer_access(groups),
     serves=lambda: "the GPUs of this process reach each other's memory",
     remedy=_REMEDY,
     rank_attributes=functools.partial(gpu_attributes, "devices"),
@@ -200,7 +179,7 @@ NVSHMEM = Implementation(
     name="nvshmem",
     platform="cuda",
     spans_processes=True,
-    why_not=functools.partial(_why_not_connected, "nvshmem"),
+    why_unreached=functools.partial(_why_not_connected, "nvshmem"),
     serves=lambda: "one process per GPU, over NVSHMEM: through pointers, or over the network",
     remedy=_REMEDY,
     rank_attributes=functools.partial(gpu_attributes, "slab"),
@@ -210,7 +189,7 @@ CUDA_IPC = Implementation(
     name="cuda_ipc",
     platform="cuda",
     spans_processes=True,
-    why_not=functools.partial(_why_not_connected, "cuda_ipc"),
+    why_unreached=functools.partial(_why_not_connected, "cuda_ipc"),
     serves=lambda: "one process per GPU of one host, whose memory CUDA maps into all of them",
     remedy=_REMEDY,
     rank_attributes=functools.partial(gpu_attributes, "slab"),
@@ -224,7 +203,6 @@ XLA = Implementation(
     platform=None,
     spans_processes=True,
     is_collectives=True,
-    why_not=lambda platforms, groups: None,
     serves=lambda: (
         "XLA's collectives, on every platform; a rank may hold all ranks' rows, and a plan that "
         "does not fit gives NaN, not an error"
@@ -285,12 +263,6 @@ def program_platform(name: str) -> str:
     return {"gpu": "cuda"}.get(name, name)
 
 
-def refuse_here(op: str) -> None:
-    """Rejects every call in a forked or an unconnected process. Call wherever one is traced."""
-    refuse_after_fork(op)
-    refuse_alone(op)
-
-
 def check_implementation(op: str, wanted: Any) -> None:
     """Rejects an unknown implementation, and every call that `refuse_here` rejects."""
     refuse_here(op)
@@ -311,28 +283,20 @@ def choose_implementation(
     `groups` are the devices of the ranks; None if all devices form one group.
     """
     if wanted is not None:
-        refuse_if_unable(op, IMPLEMENTATIONS[wanted], platforms, groups)
-        return IMPLEMENTATIONS[wanted]
+        row = IMPLEMENTATIONS[wanted]
+        if missing := row.why_not(platforms, groups):
+            row.refuse(op, missing)
+        return row
     row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, groups) is None)
     if row is XLA:
         # The reason that says most is that of a transport for as many processes as a group has.
         rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
-        spans = any(len(process_numbers(group)) > 1 for group in all_groups(groups))
+        found = [jax.devices()] if groups is None else groups
+        spans = any(len(process_numbers(group)) > 1 for group in found)
         likeliest = next(row for row in rows if row.spans_processes == spans)
         why = likeliest.why_not(platforms, groups)
         say_once(f"moves rows with XLA's collectives (implementation='xla'): {why}.")
     return row
-
-
-def choose_on_one_device(
-    op: str, wanted: str | None, platforms: Sequence[str], num_ranks: int
-) -> Implementation:
-    """Returns the implementation of an exchange if one device holds the rows of all ranks."""
-    row = None if wanted is None else IMPLEMENTATIONS[wanted]
-    if set(platforms) == {"cuda"} and (row is None or row.platform == "cuda"):
-        here = (jax.local_devices()[0],) * num_ranks
-        return choose_implementation(op, wanted, platforms, (here,))
-    return XLA
 
 
 def moves_beside_work(wanted: str | None) -> bool:
@@ -346,31 +310,3 @@ def moves_beside_work(wanted: str | None) -> bool:
         platforms = [default_platform()]
         row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, None) is None)
     return row in ON_GPU
-
-
-def check_groups(op: str, wanted: str | None, groups: Groups | None) -> None:
-    """Rejects, before lowering, a transport between CPU devices that does not reach all ranks."""
-    if groups is None or wanted is None or IMPLEMENTATIONS[wanted].platform != "cpu":
-        return
-    refuse_if_unable(op, IMPLEMENTATIONS[wanted], ["cpu"], groups)
-
-
-def refuse_if_unable(
-    op: str, row: Implementation, platforms: Sequence[str], groups: Groups | None
-) -> None:
-    """Raises the reason if an implementation that the caller named cannot serve a program."""
-    missing = row.why_not(platforms, groups)
-    if missing is not None:
-        raise NotImplementedError(_refusal(op, row, missing))
-
-
-def fall_back_to_xla(op: str, wanted: str | None, missing: str) -> Implementation:
-    """Returns XLA where the kernels of a GPU transport do not support a call, or refuses it."""
-    if wanted is not None:
-        raise NotImplementedError(_refusal(op, IMPLEMENTATIONS[wanted], missing))
-    say_once(f"{op}: XLA serves this call (implementation='xla'): {missing}.")
-    return XLA
-
-
-def _refusal(op: str, row: Implementation, missing: str) -> str:
-    return f"{op}: implementation={row.name!r} cannot serve this program: {missing}. {row.remedy}"

@@ -18,7 +18,6 @@ import jax
 from jax_cp_dispatch._jax_private import (
     distributed,
     get_distributed_runtime_client,
-    get_distributed_runtime_service,
     xla_bridge,
 )
 from jax_cp_dispatch._ranks.sockets import JobMember, meet
@@ -63,16 +62,10 @@ def read_published(op: str, name: str) -> dict[int, Any]:
 
 
 def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list[Any]:
-    """Publishes `value` and returns the values of all processes of the job, this one included.
+    """Publishes `value`, in JSON, and returns the values of all processes of the job.
 
-    Args:
-      op: the function that every process must call, for error messages.
-      name: of the value; use each name once.
-      value: must be serializable as JSON.
-      timeout: seconds to wait for each of the other processes.
-    Raises:
-      RuntimeError: this process belongs to no job, or another one published nothing within
-        `timeout` seconds.
+    Every process must call `op`, which uses each name once. It raises RuntimeError if this process
+    belongs to no job, or if another one publishes nothing within `timeout` seconds.
     """
     if not is_in_job():
         raise RuntimeError(
@@ -83,11 +76,7 @@ def publish_and_read_all(op: str, name: str, value: Any, timeout: float) -> list
 
 
 def read_from(op: str, name: str, process: int, timeout: float) -> Any:
-    """Returns the value that one process publishes by `publish`, within `timeout` seconds.
-
-    Raises:
-      RuntimeError: it published nothing.
-    """
+    """Returns what one process publishes; raises RuntimeError after `timeout` seconds."""
     key = f"jax_cp_dispatch/{op}/{name}/{process}"
     try:
         return json.loads(_client().blocking_key_value_get(key, round(1000 * timeout)))
@@ -100,14 +89,10 @@ def read_from(op: str, name: str, process: int, timeout: float) -> Any:
 
 
 def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
-    """Calls `attempt` in all processes of the job at once; all return the same.
+    """Calls `attempt` in all processes of the job at once; all return the first failure, or "".
 
-    Args:
-      name: of the attempt; use each name once.
-      attempt: may use all devices; returns why it failed, or "".
-      timeout: seconds to wait for the other processes to come, and then for their results.
-    Returns:
-      The first process's failure, or that not all came (then none calls `attempt`); else "".
+    `attempt` may use all devices, and returns why it failed, or "". No process calls it if not all
+    come within `timeout` seconds. Use each name once.
     """
     if jax.process_count() == 1:
         return attempt()
@@ -125,27 +110,8 @@ def first_failure(name: str, attempt: Callable[[], str], timeout: float) -> str:
 # would end all others, because JAX ends a process whose service is gone. The value is the address
 # of the first meeting.
 HOSTED_BY_LAUNCHER = "JAX_CP_DISPATCH_HOSTED_COORDINATION"
-_NUM_PROCESSES = "JAX_NUM_PROCESSES"
-_PROCESS_ID = "JAX_PROCESS_ID"
-
-
-def job_environment(
-    address: str, meeting: str, num_processes: int, process_id: int
-) -> dict[str, str]:
-    """Returns the variables from which `join` finds the job in a process of the launcher."""
-    return {
-        "JAX_COORDINATOR_ADDRESS": address,
-        _NUM_PROCESSES: str(num_processes),
-        _PROCESS_ID: str(process_id),
-        HOSTED_BY_LAUNCHER: meeting,
-    }
-
-
-def host_service(address: str, num_processes: int) -> Any:
-    """Starts the coordination service of a job, in a process outside the job."""
-    return get_distributed_runtime_service(
-        address, num_processes, shutdown_timeout=5, recoverable=True
-    )
+ADDRESS, NUM_PROCESSES = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"
+PROCESS_ID = "JAX_PROCESS_ID"
 
 
 def join(
@@ -158,20 +124,17 @@ def join(
     """Joins the job given by the arguments or the environment; returns whether there is one.
 
     On one host, JAX does not end a process because another one ended; this package reports the loss
-    instead. Over several hosts JAX's watchdog ends it.
+    instead. Over several hosts JAX's watchdog ends it. `host` is equal for all processes of a host.
 
-    Args:
-      host: an id of the host; equal for all processes of one host.
-      timeout: seconds to wait for the other processes.
     Raises:
-      RuntimeError: a process did not join; raised in all that did. Or JAX has already started here,
-        or this process may open too few files.
+      RuntimeError: a process did not join in `timeout` seconds; raised in all that did. Or JAX has
+        already started here, or this process may open too few files.
     """
-    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if num_processes is None and _NUM_PROCESSES in os.environ:
-        num_processes = int(os.environ[_NUM_PROCESSES])
-    if process_id is None and _PROCESS_ID in os.environ:
-        process_id = int(os.environ[_PROCESS_ID])
+    address = address or os.environ.get(ADDRESS)
+    if num_processes is None and NUM_PROCESSES in os.environ:
+        num_processes = int(os.environ[NUM_PROCESSES])
+    if process_id is None and PROCESS_ID in os.environ:
+        process_id = int(os.environ[PROCESS_ID])
     if address is None and num_processes is None and process_id is None:
         return False
     if num_processes != 1 and xla_bridge.backends_are_initialized():
@@ -190,7 +153,16 @@ def join(
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if meeting and address is not None and process_id is not None:
-        _start_client(address, num_processes or 1, process_id, timeout)
+        # As `jax.distributed.initialize` does in every process except the first.
+        state: Any = distributed.global_state
+        state.coordinator_address, state.process_id = address, process_id
+        state.num_processes = num_processes or 1
+        client = get_distributed_runtime_client(
+            address, process_id, init_timeout=max(1, round(timeout)), use_compression=True
+        )
+        client.connect()
+        state.client = client
+        state.initialize_preemption_sync_manager()
         return True
     jax.config.update("jax_enable_recoverability", is_one_host)
     jax.distributed.initialize(
@@ -204,32 +176,6 @@ def join(
     return True
 
 
-def refuse_alone(op: str) -> None:
-    """Rejects a call in a process of the launcher that has not joined the others."""
-    if HOSTED_BY_LAUNCHER not in os.environ or os.environ.get(_NUM_PROCESSES) == "1":
-        return
-    if not is_in_job():
-        raise RuntimeError(
-            f"{op}: the launcher started {os.environ.get(_NUM_PROCESSES)} processes, but this one "
-            "has not joined the others and would compute alone. Call jax_cp_dispatch.initialize() "
-            "in every process, before JAX is used."
-        )
-
-
-def _start_client(address: str, num_processes: int, process_id: int, timeout: float) -> None:
-    """Does what `jax.distributed.initialize` does in every process except the first."""
-    state = distributed.global_state
-    state.coordinator_address = address
-    state.num_processes = num_processes
-    state.process_id = process_id
-    client = get_distributed_runtime_client(
-        address, process_id, init_timeout=max(1, round(timeout)), use_compression=True
-    )
-    client.connect()
-    state.client = client
-    state.initialize_preemption_sync_manager()
-
-
 # ---- Open files, counted before gloo runs into their limit.
 
 # Counted on jax 0.10.2: JAX's client and its coordination, and gloo's device.
@@ -241,11 +187,7 @@ _SPARE = 1
 def check_open_files(num_processes: int, num_devices: int) -> None:
     """Refuses a limit with which JAX cannot start; warns of one too small for XLA's collectives.
 
-    Args:
-      num_processes: of this job, on this host.
-      num_devices: of each.
-    Raises:
-      RuntimeError: this process may open too few files.
+    The job has `num_processes` on this host, with `num_devices` each.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -354,17 +296,25 @@ def _has_died(process: int) -> bool:
 _is_marked = jax.make_user_context(default_value=False)
 
 
-def refuse_after_fork(op: str) -> None:
-    """Raises in a forked process. Call wherever an operation is traced.
+def refuse_here(op: str) -> None:
+    """Rejects every call in a forked or an unconnected process. Call wherever one is traced.
 
     Raises:
-      RuntimeError: this process was forked after JAX had started.
+      RuntimeError: this process was forked after JAX had started, or is one of the launcher and has
+        not joined the others.
     """
     if _is_marked.value:
         raise RuntimeError(
             f"{op}: process {os.getpid()} was forked from process {os.getppid()} after JAX had "
             "started there. JAX's threads are not copied, so the call would hang. Start processes "
             "with multiprocessing.get_context('spawn') or subprocess, or fork before JAX is used."
+        )
+    num_processes = os.environ.get(NUM_PROCESSES)
+    if HOSTED_BY_LAUNCHER in os.environ and num_processes != "1" and not is_in_job():
+        raise RuntimeError(
+            f"{op}: the launcher started {num_processes} processes, but this one has not joined "
+            "the others and would compute alone. Call jax_cp_dispatch.initialize() in every "
+            "process, before JAX is used."
         )
 
 

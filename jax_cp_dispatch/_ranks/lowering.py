@@ -28,16 +28,16 @@ from jax_cp_dispatch._jax_private import (
 from jax_cp_dispatch._ranks.communicator import (
     Communicator,
     Groups,
-    program_groups,
-    rank_index,
-    remember_mesh,
+    mesh_around,
+    mesh_groups,
 )
 from jax_cp_dispatch._ranks.implementations import (
+    IMPLEMENTATIONS,
+    XLA,
     Implementation,
-    Operation,
     choose_implementation,
-    fall_back_to_xla,
 )
+from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.cpu_devices import keep_freed_memory, warn_of_deadlock
 
 # ---- Outside of `jit`, and under `jax.vmap`.
@@ -73,35 +73,35 @@ def one_after_another(
 
 
 class Chosen(NamedTuple):
-    """The implementation of one call in the program that is being lowered.
-
-    Attributes:
-      implementation: the chosen one.
-      groups: the devices of the ranks; see `program_groups`.
-    """
+    """The implementation of one call in the program that is being lowered."""
 
     implementation: Implementation
-    groups: Groups | None
-
-    def lower(self, operation: Operation, ctx: Any, *operands: Any, **call: Any) -> Any:
-        """Lowers an operation by the rule of the implementation."""
-        return self.implementation.lowerings[operation](ctx, *operands, choice=self, **call)
-
-    def rank_attributes(self, ctx: Any, comm: Communicator, what: str) -> dict[str, Any]:
-        """Returns the attributes by which a custom call finds its ranks; see `Implementation`."""
-        return self.implementation.rank_attributes(ctx, comm, self.groups, what)
+    groups: Groups | None  # the devices of the ranks; see `mesh_groups`
 
 
-def choose(ctx: Any, op: str, comm: Communicator) -> Chosen:
-    """Chooses the implementation of a call of `op` in the program that is being lowered."""
-    groups = program_groups(ctx, comm)
-    platforms = ctx.module_context.platforms
-    return Chosen(choose_implementation(op, comm.implementation, platforms, groups), groups)
+def choose(ctx: Any, op: str, comm: Communicator, *, on_one_device: bool = False) -> Chosen:
+    """Chooses the implementation of a call of `op` in the program that is being lowered.
+
+    If `on_one_device`, one device holds the rows of all ranks.
+    """
+    wanted, platforms = comm.implementation, ctx.module_context.platforms
+    if on_one_device:
+        is_on_gpus = set(platforms) == {"cuda"}
+        if not is_on_gpus or (wanted and IMPLEMENTATIONS[wanted].platform != "cuda"):
+            return Chosen(XLA, None)
+        here = (jax.local_devices()[0],) * comm.num_ranks
+        return Chosen(choose_implementation(op, wanted, platforms, (here,)), None)
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    groups = mesh_groups(mesh, comm.axis_names, comm.group_axes)
+    return Chosen(choose_implementation(op, wanted, platforms, groups), groups)
 
 
 def fall_back(choice: Chosen, op: str, comm: Communicator, missing: str) -> Chosen:
     """Returns XLA's choice where a GPU transport does not support a call, or refuses it."""
-    return choice._replace(implementation=fall_back_to_xla(op, comm.implementation, missing))
+    if comm.implementation is not None:
+        IMPLEMENTATIONS[comm.implementation].refuse(op, missing)
+    say_once(f"{op}: XLA serves this call (implementation='xla'): {missing}.")
+    return choice._replace(implementation=XLA)
 
 
 def prepare_cpu_devices() -> None:
@@ -114,13 +114,13 @@ def prepare_cpu_devices() -> None:
 
 def lower_opened(fn: Callable[..., Any], ctx: Any, *operands: Any) -> Any:
     """Lowers `fn`, which makes further mesh axes manual; see `with_manual_axes`."""
-    with remember_mesh(ctx):
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    is_concrete = isinstance(mesh, jax.sharding.Mesh) and not mesh.empty
+    token = mesh_around.set(mesh if is_concrete else mesh_around.get())
+    try:
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
-
-
-def rank_and_group(comm: Communicator) -> list[Any]:
-    """Returns a device's rank and group, the first operands of a custom call."""
-    return [rank_index(comm.axis_names), rank_index(comm.group_axes)]
+    finally:
+        mesh_around.reset(token)
 
 
 def program_mesh(op: str, names: tuple[str, ...], mesh: Any, otherwise: Any) -> Any:

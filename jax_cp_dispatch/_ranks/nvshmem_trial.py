@@ -22,10 +22,8 @@ _ADVICE = "set NVSHMEM_DEBUG=INFO for details, or JAX_CP_DISPATCH_GPU_TRANSPORT=
 def why_nvshmem_ends(job: Any, extension: str, library: str) -> str:
     """Returns why NVSHMEM does not start in the children; "" if it does, in all of them.
 
-    Args:
-      job: this process, a `GpuJob`. All processes of the job call this.
-      extension: the file of `_nvshmem`.
-      library: the file of NVSHMEM's library, opened before it; or "".
+    All processes of the job, a `GpuJob`, call this. `extension` is the file of `_nvshmem`, and
+    `library`, if not "", that of NVSHMEM's library, which is opened before it.
     """
     end = time.monotonic() + _SECONDS
     common = [sys.executable, __file__, extension, library]

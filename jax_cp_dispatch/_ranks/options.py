@@ -22,11 +22,15 @@ from jax_cp_dispatch._ranks.communicator import (
     check_axis_name,
     check_deadline,
     check_mesh,
-    in_milliseconds,
     mesh_groups,
     other_axes,
 )
-from jax_cp_dispatch._ranks.implementations import check_groups, check_implementation, refuse_here
+from jax_cp_dispatch._ranks.implementations import (
+    IMPLEMENTATIONS,
+    check_implementation,
+    choose_implementation,
+)
+from jax_cp_dispatch._ranks.job import refuse_here
 
 # ---- The context of a call: on one rank inside `shard_map`, or on the arrays of all ranks.
 
@@ -34,16 +38,12 @@ from jax_cp_dispatch._ranks.implementations import check_groups, check_implement
 class CallContext(NamedTuple):
     """The mesh of a call, and what must happen before each device runs its part.
 
-    Attributes:
-      mesh: None if only the compiler will know it.
-      is_global: whether the arrays hold the rows of all ranks; otherwise those of this rank.
-      open_axes: axes that our `shard_map` must make manual; if there are none, the partitioner
-        handles a global call.
+    The partitioner handles a global call without open axes.
     """
 
-    mesh: Any
-    is_global: bool
-    open_axes: tuple[str, ...] = ()
+    mesh: Any  # None if only the compiler will know it
+    is_global: bool  # whether the arrays hold the rows of all ranks; otherwise those of this rank
+    open_axes: tuple[str, ...] = ()  # that our `shard_map` must make manual
 
 
 def is_on_rank(op: str, names: tuple[str, ...]) -> bool:
@@ -57,46 +57,6 @@ def is_on_rank(op: str, names: tuple[str, ...]) -> bool:
             f"manual, or none: jax.shard_map(..., axis_names={set(names)})."
         )
     return True
-
-
-def find_context(op: str, names: tuple[str, ...], mesh: Any, arrays: Sequence[Any]) -> CallContext:
-    """Finds the context of a call from its surroundings, `mesh`, or the types of the arrays."""
-    around = jax.sharding.get_abstract_mesh()
-    manual = around.manual_axes
-    if is_on_rank(op, names):
-        rest = (name for name in around.axis_names if name not in manual)
-        return CallContext(around, False, tuple(x for x in rest if around.shape[x] > 1))
-    found = around if manual else find_mesh(names, mesh, around, arrays)
-    if found is None:
-        _refuse_vmap_axes(op, names)
-        if not is_in_program(arrays):
-            raise ValueError(
-                f"{op}: no mesh with axis {names[0]!r} was found. Call {op} inside jax.shard_map "
-                f"over {names[0]!r}, or on arrays of all ranks with mesh=, under jax.set_mesh, or "
-                "sharded over such a mesh."
-            )
-        return CallContext(None, True)
-    missing = [name for name in names if name not in found.axis_names]
-    if missing:
-        raise ValueError(
-            f"{op}: axis_name {missing[0]!r} is not an axis of the mesh here, which has "
-            f"{tuple(found.axis_names)}. Name the axis whose devices are the ranks."
-        )
-    if not manual and all(kind == AxisType.Auto for kind in found.axis_types):
-        return CallContext(found, True)
-    return CallContext(found, True, tuple(name for name in found.axis_names if name not in manual))
-
-
-def _refuse_vmap_axes(op: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        try:
-            jax.lax.axis_size(name)
-        except NameError:
-            continue
-        raise ValueError(
-            f"{op}: axis_name {name!r} is an axis of jax.vmap here, but the ranks must be devices. "
-            "Use another name in jax.vmap, and pass the name of a mesh axis."
-        )
 
 
 def find_mesh(names: Sequence[str], mesh: Any, around: Any, arrays: Sequence[Any]) -> Any:
@@ -119,6 +79,10 @@ def refuse_other_mesh(op: str, mesh: Any, arrays: Iterable[Any]) -> None:
     JAX gives a program with our primitives one mesh, and otherwise raises without the name of the
     operation. Call outside `shard_map`.
     """
+    axes_of = lambda mesh: ", ".join(
+        f"{name}={size} ({kind.name})"
+        for (name, size), kind in zip(mesh.shape_tuple, mesh.axis_types, strict=True)
+    )
     placed = [x for x in arrays if isinstance(x, jax.Array)]
     if is_in_program(placed):  # others are constants of the program
         placed = [x for x in placed if isinstance(x, Tracer)]
@@ -128,15 +92,10 @@ def refuse_other_mesh(op: str, mesh: Any, arrays: Iterable[Any]) -> None:
         if is_other and own.size == mesh.size > 1:
             raise ValueError(
                 f"{op}: an array of shape {list(x.shape)} is placed on a mesh with the axes "
-                f"{_described(own)}, but the call has one with {_described(mesh)}. Pass the mesh "
+                f"{axes_of(own)}, but the call has one with {axes_of(mesh)}. Pass the mesh "
                 "of the arrays, or place them on this one before the program: "
                 "jax.device_put(x, NamedSharding(mesh, spec))."
             )
-
-
-def _described(mesh: Any) -> str:
-    axes = zip(mesh.shape_tuple, mesh.axis_types, strict=True)
-    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in axes)
 
 
 def is_traced(arrays: Iterable[Any]) -> bool:
@@ -187,28 +146,14 @@ def with_manual_axes(
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveOptions:
-    """The checked options of one call; static. Make it with `read_options`.
+    """The checked options of one call; static. Make it with `read_options`."""
 
-    Attributes:
-      op: the function that was called, for error messages.
-      axis_names: the mesh axes whose devices are the ranks, the major one first; () without ranks.
-      mesh: of global arrays, if given.
-      implementation: the caller's choice; None selects one.
-      deadline: seconds that a rank waits for another; None is the default.
-      num_comm_sm: multiprocessors of a GPU that an exchange uses; None is the default.
-    """
-
-    op: str
-    axis_names: tuple[str, ...]
-    mesh: Any = None
-    implementation: str | None = None
-    deadline: float | None = None
-    num_comm_sm: int | None = None
-
-    def communicator(self, **ranks: Any) -> Communicator:
-        """Returns the ranks, without `ranks` none, with these options."""
-        deadline_ms = in_milliseconds(self.deadline)
-        return Communicator(implementation=self.implementation, deadline_ms=deadline_ms, **ranks)
+    op: str  # the function that was called, for error messages
+    axis_names: tuple[str, ...]  # whose devices are the ranks, major axis first; () without ranks
+    mesh: Any = None  # of global arrays, if given
+    implementation: str | None = None  # the caller's choice; None selects one
+    deadline: float | None = None  # seconds that a rank waits for another; None is the default
+    num_comm_sm: int | None = None  # multiprocessors of a GPU per exchange; None is the default
 
     @property
     def axis_name(self) -> AxisName:
@@ -223,86 +168,105 @@ def read_options(
     implementation: Any = None,
     deadline: Any = None,
     num_comm_sm: Any = None,
+    *,
+    needs_ranks: bool = True,
 ) -> CollectiveOptions:
-    """Checks the options of a call of `op` over a mesh axis.
+    """Checks the options of a call of `op` over a mesh axis, and that this process can make calls.
 
-    Raises:
-      TypeError, ValueError: an argument is invalid.
-      RuntimeError: this process cannot make collective calls.
+    Without `needs_ranks`, `axis_name` may be None: the call does not communicate.
     """
-    names = check_axis_name(op, axis_name)
+    names = ()
+    if needs_ranks or axis_name is not None:
+        names = check_axis_name(op, axis_name)
     check_mesh(op, mesh)
-    alone = read_options_alone(op, implementation=implementation, deadline=deadline)
-    if num_comm_sm is not None:
-        check_positive(op, num_comm_sm=num_comm_sm)
-    return dataclasses.replace(alone, axis_names=names, mesh=mesh, num_comm_sm=num_comm_sm)
-
-
-def read_options_alone(
-    op: str, *, implementation: Any = None, deadline: Any = None
-) -> CollectiveOptions:
-    """Checks the options of a call without ranks: it does not communicate."""
     check_implementation(op, implementation)
     if deadline is not None:
         check_deadline(op, deadline)
-    return CollectiveOptions(op, (), None, implementation, deadline)
+    if num_comm_sm is not None:
+        check_positive(op, num_comm_sm=num_comm_sm)
+    return CollectiveOptions(op, names, mesh, implementation, deadline, num_comm_sm)
 
 
 def find_ranks(
     options: CollectiveOptions, arrays: Sequence[Any]
 ) -> tuple[Communicator, CallContext]:
-    """Finds the ranks of a call, and its context.
+    """Finds the ranks of a call; its context from its surroundings, `mesh`, or the arrays.
 
-    Args:
-      options: of the call.
-      arrays: of the call; their types may determine the mesh.
-    Returns:
-      The ranks and the context. If the mesh is not known yet, the number of ranks is 0.
-    Raises:
-      ValueError, NotImplementedError: the call is not possible here.
+    If the mesh is not known yet, the number of ranks is 0.
     """
     op, names = options.op, options.axis_names
     refuse_here(op)  # the process that traces a derivative may be another one
-    mesh, is_global, open_axes = context = find_context(op, names, options.mesh, arrays)
-    if mesh is not None and is_global and not open_axes:  # otherwise the lowering knows them
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    manual, is_global = mesh.manual_axes, not is_on_rank(op, names)
+    if is_global and not manual:
+        mesh = find_mesh(names, options.mesh, mesh, arrays)
+    missing = [name for name in names if mesh is not None and name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"{op}: axis_name {missing[0]!r} is not an axis of the mesh here, which has "
+            f"{tuple(mesh.axis_names)}. Name the axis whose devices are the ranks."
+        )
+    open_axes, groups = (), ()
+    if mesh is None:
+        _check_mesh_comes_later(op, names, arrays)
+    elif not is_global:
+        rest = other_axes(mesh, names)
+        open_axes = tuple(name for name in rest if name not in manual)
+        groups = tuple(name for name in rest if name in manual)
+    elif manual or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        open_axes = tuple(name for name in mesh.axis_names if name not in manual)
+    elif IMPLEMENTATIONS[options.implementation or "xla"].platform == "cpu":
+        # The caller's transport between CPU devices may not reach all ranks; the lowering of open
+        # axes finds this, too.
         others = [name for name in mesh.axis_names if name not in names]
-        check_groups(op, options.implementation, mesh_groups(mesh, names, others))
-    groups = () if is_global else tuple(x for x in other_axes(mesh, names) if x not in open_axes)
-    comm = options.communicator(
+        devices = mesh_groups(mesh, names, others)
+        if devices is not None:
+            choose_implementation(op, options.implementation, ["cpu"], devices)
+    comm = Communicator(
         axis_names=names,
         num_ranks=0 if mesh is None else math.prod(mesh.shape[name] for name in names),
         group_axes=groups,
         open_axes=open_axes,
+        implementation=options.implementation,
+        deadline=options.deadline,
     )
-    return comm, context
+    return comm, CallContext(mesh, is_global, open_axes)
+
+
+def _check_mesh_comes_later(op: str, names: tuple[str, ...], arrays: Sequence[Any]) -> None:
+    """Requires a call in a program, whose mesh only the compiler will know."""
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            continue
+        raise ValueError(
+            f"{op}: axis_name {name!r} is an axis of jax.vmap here, but the ranks must be devices. "
+            "Use another name in jax.vmap, and pass the name of a mesh axis."
+        )
+    if not is_in_program(arrays):
+        raise ValueError(
+            f"{op}: no mesh with axis {names[0]!r} was found. Call {op} inside jax.shard_map "
+            f"over {names[0]!r}, or on arrays of all ranks with mesh=, under jax.set_mesh, or "
+            "sharded over such a mesh."
+        )
 
 
 # ---- Finds and extends the mesh axes over which arrays vary in `jax.shard_map` (`check_vma`).
 
 
-def vary_alike(arrays: Iterable[ArrayLike], *, also: Iterable[str] = ()) -> list[Array]:
-    """Makes all arrays vary over the union of their mesh axes and `also`.
+def vary_alike(tree: Any, *, also: Iterable[str] = (), like: ArrayLike | None = None) -> Any:
+    """Makes all arrays of a pytree vary over the union of their mesh axes, of `also` and `like`.
 
     JAX's operations do this themselves; ours need it for the operands of one primitive, for the
     initial and the next carry of a loop, and for an argument and its cotangent in a custom
     derivative. The transpose sums over the added axes. Outside `shard_map` it does nothing.
     """
-    arrays = list(arrays)
-    axes = frozenset(also).union(*map(varying_axes, arrays))
-    missing = [tuple(axes - varying_axes(x)) for x in arrays]
-    add = lambda x, names: jax.lax.pcast(x, names, to="varying") if names else jnp.asarray(x)
-    return [add(x, names) for x, names in zip(arrays, missing, strict=True)]
-
-
-def vary_together(tree: Any, *, also: Iterable[str] = ()) -> Any:
-    """`vary_alike` of the arrays of a pytree."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(vary_alike(leaves, also=also))
-
-
-def vary_like(arrays: Iterable[ArrayLike], like: ArrayLike) -> list[Array]:
-    """Makes all arrays vary over the mesh axes of `like` too, as initial carries of a loop must."""
-    return vary_alike(arrays, also=varying_axes(like))
+    axes = frozenset(also).union(*map(varying_axes, [*leaves, *([] if like is None else [like])]))
+    missing = [tuple(axes - varying_axes(x)) for x in leaves]
+    add = lambda x, names: jax.lax.pcast(x, names, to="varying") if names else jnp.asarray(x)
+    return structure.unflatten([add(x, names) for x, names in zip(leaves, missing, strict=True)])
 
 
 def varying_axes(array: ArrayLike) -> frozenset[str]:
@@ -310,27 +274,23 @@ def varying_axes(array: ArrayLike) -> frozenset[str]:
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
-def whole_on_explicit_axes(arrays: Iterable[ArrayLike]) -> list[Array]:
+def whole_on_explicit_axes(tree: Any, num_dims: int | None = None) -> Any:
     """Returns arrays that no explicit mesh axis shards; their cotangents keep the sharding.
 
     For a function of one device's arrays, whose custom derivative has results of unsharded types.
+    With `num_dims`, the dimensions after the first ones keep their sharding.
     """
-    return [_whole(x, jnp.ndim(x)) for x in arrays]
 
+    def whole(x: ArrayLike) -> Array:
+        x = jnp.asarray(x)
+        sharding = jax.typeof(x).sharding
+        split = sharding.spec[:num_dims]
+        if all(entry is None for entry in split):
+            return x
+        spec = P(*(None for _ in split), *sharding.spec[len(split) :])
+        return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
-def whole_rows(tree: Any) -> Any:
-    """Returns arrays whose first dimension no explicit mesh axis shards."""
-    return jax.tree.map(lambda x: _whole(x, 1), tree)
-
-
-def _whole(x: ArrayLike, num_dims: int) -> Array:
-    x = jnp.asarray(x)
-    sharding = jax.typeof(x).sharding
-    split, rest = sharding.spec[:num_dims], sharding.spec[num_dims:]
-    if all(entry is None for entry in split):
-        return x
-    whole = P(*(None for _ in split), *rest)
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
+    return jax.tree.map(whole, tree)
 
 
 def mapped_axes() -> frozenset[str]:

@@ -86,10 +86,8 @@ def _connect_group(
     """Starts shared memory between the processes of each group, in the whole job or nowhere.
 
     If processes chose differently, some would wait for others. A process that fails reports it at
-    once, and then no process waits any longer.
-
-    Returns:
-      "" if it has started, else the reason why not, the same in all processes.
+    once, and then no process waits any longer. Returns "", or why it has not started, the same in
+    all processes.
     """
 
     def check_others():
@@ -136,8 +134,7 @@ def _own_address() -> str:
 def _check_addresses(others: Sequence[ProcessInfo]) -> None:
     """Rejects hosts whose names resolve to no address that other hosts reach.
 
-    Raises:
-      RuntimeError: there is such a host; gloo would fail in the first collective.
+    On such a host, gloo would fail in the first collective.
     """
     collectives = jax.config.values["jax_cpu_collectives_implementation"]
     if collectives != "gloo" or len({other.host for other in others}) == 1:
@@ -266,7 +263,14 @@ def _choose(process: int, timeout: float) -> TransportChoice:
         )  # fmt: skip
         heard = publish_and_read_all(_OP, "process_info", own, timeout)
         others = [ProcessInfo(*fields) for fields in heard]
-        _check_versions(others)
+        for other, info in enumerate(others):
+            if info.version != others[0].version:
+                raise RuntimeError(
+                    f"initialize: process {other} (pid {info.pid} on {info.host_name}) "
+                    "runs another program version. Expected, as in process 0: "
+                    f"{others[0].version}. Seen: {info.version}. Install the same versions for "
+                    "all processes."
+                )
         _check_addresses(others)
         owners = [(other.host, other.user) for other in others]
         memory_groups = [owners.index(owner) for owner in owners]
@@ -307,16 +311,6 @@ def _host() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
-
-
-def _check_versions(others: list[ProcessInfo]) -> None:
-    for other, info in enumerate(others):
-        if info.version != others[0].version:
-            raise RuntimeError(
-                f"initialize: process {other} (pid {info.pid} on {info.host_name}) "
-                f"runs another program version. Expected, as in process 0: {others[0].version}. "
-                f"Seen: {info.version}. Install the same versions for all processes."
-            )
 
 
 def _why_several(others: list[ProcessInfo]) -> str | None:

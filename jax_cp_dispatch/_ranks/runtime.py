@@ -52,14 +52,8 @@ def check_versions(
     """Rejects versions that would fail later, with less clear errors.
 
     An extension built with newer FFI headers than the installed jaxlib's would prevent the whole
-    CPU backend from starting, so it is rejected here.
-
-    Args:
-      jax_version, jaxlib_version: the installed versions.
-      built_ffi: (major, minor) of the headers with which the extension was built.
-      installed_ffi: (major, minor) of the installed jaxlib; None skips the check.
-    Raises:
-      ImportError: a version is too old; names the versions found and needed, and the remedy.
+    CPU backend from starting. `built_ffi` and `installed_ffi` are (major, minor) of both; without
+    the second, the headers are not compared.
     """
     needed = ".".join(map(str, MIN_JAX_VERSION))
     for name, found in (("jax", jax_version), ("jaxlib", jaxlib_version)):

@@ -272,13 +272,11 @@ def connect_all(
     timeout: float,
     check_others: Callable[[], None] = lambda: None,
 ) -> list[Neighbour]:
-    """Connects to the processes before this one, and waits for those after it.
+    """Connects to the processes before this one of `peers`, and waits for those after it.
 
-    Args:
-      peers: of all processes to connect, this one included.
-      check_others: raises an OSError when another process has given up; called while waiting.
-    Raises:
-      OSError: a process cannot be reached within `timeout` seconds, or belongs to another user.
+    `check_others` is called while waiting, and raises OSError when another process has given up.
+    This raises OSError if a process cannot be reached within `timeout` seconds, or belongs to
+    another user.
     """
     end = time.monotonic() + timeout
     connections: dict[int, socket.socket] = {}

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import check_annotated
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, in_reverse_only
 from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
 from jax_cp_dispatch.documents.segment_ids import check_documents
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
         if self.v is None:
             wide = wide._replace(k=widen(self.k))
         wide = jax.tree.map(lambda x: in_reverse_only(exchange.op, x), wide)
-        varying: Operands = vary_together(wide, also=exchange.axis_names)
+        varying: Operands = vary_alike(wide, also=exchange.axis_names)
         narrow = lambda x, like: x.astype(like.dtype)
         k = jax.tree.map(narrow, varying.k, self.k)
         return varying._replace(k=k, weights=jax.tree.map(narrow, varying.weights, self.weights))

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jax_cp_dispatch._arrays import are_covered, sum_dtype, take_in_bounds, where_or_zero
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_together
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.key_chunks import Chunking, KeyOrder, Schedule, move_chunks, reverse
 from jax_cp_dispatch.attention.local.passes import (
@@ -354,7 +354,7 @@ def attend_sequence(rotation: Rotation, operands: Operands, packed: Documents) -
     leaves, tree = jax.tree.flatten((q, k, v))
     q, k, v = tree.unflatten(to_layout(rotation, leaves))
     ranges = token_ranges(rotation, packed, (B, T))
-    arrays = vary_together((Operands(q, k, v, *others), ranges))
+    arrays = vary_alike((Operands(q, k, v, *others), ranges))
     outputs: Any = attend_rotating(rotation, *arrays)
     out, lse, max_logits = outputs
     lses = [] if lse is None else [lse[..., None]]
@@ -389,7 +389,7 @@ def token_ranges(rotation: Rotation, packed: Documents, shape) -> TokenRanges:
     seen, fault = gathered_ranges(call.exchange, packed, shape, **order)
     token = rotation.layout.positions(lax.axis_index(call.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
-    return named_context(vary_together(ranges, also=call.exchange.axis_names))
+    return named_context(vary_alike(ranges, also=call.exchange.axis_names))
 
 
 def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:

@@ -21,15 +21,20 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import AxisName
-from jax_cp_dispatch._ranks.implementations import ON_CPU, ON_GPU, XLA, Operation, register_lowering
+from jax_cp_dispatch._ranks.communicator import AxisName, Communicator
+from jax_cp_dispatch._ranks.implementations import (
+    ON_CPU,
+    ON_GPU,
+    XLA,
+    Operation,
+    check_implementation,
+    register_lowering,
+)
 from jax_cp_dispatch._ranks.lowering import Chosen, fall_back
 from jax_cp_dispatch._ranks.options import (
     find_ranks,
     read_options,
-    read_options_alone,
     vary_alike,
-    vary_like,
     whole_on_explicit_axes,
 )
 from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapType, check_flag, find_buffer
@@ -154,10 +159,7 @@ def gemm(
     flags |= {} if fuse_bias is None else {"fuse_bias": fuse_bias}
     for name, flag in flags.items():
         check_flag(op, name, flag)
-    if axis_name is None:
-        options = read_options_alone(op, implementation=implementation, deadline=deadline)
-    else:
-        options = read_options(op, axis_name, implementation=implementation, deadline=deadline)
+    options = read_options(op, axis_name, None, implementation, deadline, needs_ranks=False)
     of_lhs, of_rhs = _collapse(op, contracting_dims, lhs, rhs)
     left, sizes, free_lhs, lhs_transposed = of_lhs
     right, sizes_of_rhs, free_rhs, rhs_transposed = of_rhs
@@ -168,7 +170,7 @@ def gemm(
         )
     call = GemmCall(
         op=op,
-        comm=options.communicator(),
+        comm=Communicator(implementation=implementation, deadline=deadline),
         out_shape=(math.prod(free_lhs), math.prod(free_rhs)),
         out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
         lhs_transposed=lhs_transposed,
@@ -224,8 +226,7 @@ def gemm(
         call = with_overlap(call, operands, paired_comm_overlap)
         return_aux |= config.is_bulk
     operands = operands._replace(**_read_epilogue(call, given))
-    arrays, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, vary_alike(whole_on_explicit_axes(arrays)))
+    operands = vary_alike(whole_on_explicit_axes(operands))
     rows = call.out_shape[:1] if communicates and not config.is_bulk else free_lhs
     if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
         results = gemm_by_xla(call, operands, call.result_shapes(operands))
@@ -476,13 +477,13 @@ def grouped_gemm(
     mode = ScalingMode.read(op, "scaling_mode", scaling_mode)
     check_operand_types(op, mode, lhs=lhs, rhs=rhs)
     check_flag(op, "use_split_accumulator", use_split_accumulator)
-    comm = read_options_alone(op, implementation=implementation).communicator()
+    check_implementation(op, implementation)
     form, contracts_rows, rhs_transposed = _read_groups(op, contracting_dims)
     check_annotated(op, form, given, {"rhs": "Collapse others. See contracting_dims."})
     n, num_groups = rhs.shape[1 if contracts_rows or rhs_transposed else 2], len(group_sizes)
     call = GemmCall(
         op=op,
-        comm=comm,
+        comm=Communicator(implementation=implementation),
         out_shape=(num_groups, lhs.shape[1], n) if contracts_rows else (len(lhs), n),
         out_dtype=result_dtype(op, lhs, rhs, preferred_element_type),
         lhs_transposed=contracts_rows,
@@ -508,10 +509,9 @@ def grouped_gemm(
             f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
             "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    arrays, tree = jax.tree.flatten((lhs, rhs, bias, group_sizes, of_both))
-    arrays = vary_alike(whole_on_explicit_axes(arrays))  # as their cotangents do
+    operands = whole_on_explicit_axes((lhs, rhs, bias, group_sizes, of_both))
     with reverse_mode_only(op):
-        return _multiply_groups(call, *jax.tree.unflatten(tree, arrays))
+        return _multiply_groups(call, *vary_alike(operands))  # as their cotangents do
 
 
 def _read_groups(op: str, given: Any) -> tuple[Any, bool, bool]:
@@ -554,7 +554,7 @@ def _lower_groups_on_cpu(ctx, *operands, call: GemmCall, **_):
 def _lower_groups_on_gpu(ctx, *operands, call: GemmCall, choice: Chosen, **params):
     missing = "grouped products on GPUs are XLA's ragged_dot, without a host's synchronisation"
     by_xla = fall_back(choice, call.op, call.comm, missing)
-    return by_xla.lower(Operation.GROUPED_GEMM, ctx, *operands, call=call, **params)
+    return _lower_groups_by_xla(ctx, *operands, call=call, **params, choice=by_xla)
 
 
 def _lower_groups_by_xla(ctx, *operands, call: GemmCall, **_):
@@ -613,7 +613,7 @@ def _multiply_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales) -> Any
         if call.fuse_bias and sums.size and group_sizes.size:  # rows have the bias of their group
             of_rows = jnp.repeat(bias, group_sizes, axis=0, total_repeat_length=len(sums))
             sums = jnp.where(jnp.arange(len(sums))[:, None] < group_sizes.sum(), of_rows, 0)
-        return vary_like([sums], lhs)[0]
+        return vary_alike(sums, like=lhs)
     operands = vary_alike([lhs, of_lhs, rhs, of_rhs, bias, group_sizes])
     result = jax.ShapeDtypeStruct(call.out_shape, call.out_dtype)
     return grouped_gemm_p.bind(*operands, call=call, results=result)[0]

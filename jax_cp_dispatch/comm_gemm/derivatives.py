@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.options import vary_alike, vary_like, varying_axes
+from jax_cp_dispatch._ranks.options import vary_alike, varying_axes
 from jax_cp_dispatch._residuals import named_gathered_tokens
 from jax_cp_dispatch.comm_gemm.rank import (
     FORWARD_DTYPE,
@@ -98,7 +98,7 @@ def _backward(s: Matmul, keeps: bool, residuals, cotangents):
             rows_of_all = dy
         if 0 in (*x.shape, *rows_of_all.shape):
             # XLA fails if all operands of a shard_map are empty.
-            dw = tuple(vary_like(map(jnp.zeros_like, w), rows_of_all))
+            dw = vary_alike(tuple(map(jnp.zeros_like, w)), like=rows_of_all)
         else:
             lhs, rhs = (rows_of_all, x) if s.rhs_transposed else (x, rows_of_all)
             rows, wide = tuple(range(x.ndim - 1)), sum_dtype(w[0].dtype)

@@ -469,8 +469,7 @@ def _of_rank(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
     names = s.comm.axis_names
     # The axes of the ranks, if JAX tracks over which axes arrays vary.
     also = frozenset().union(*(varying_axes(jax.lax.axis_index(name)) for name in names))
-    arrays, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, vary_alike(arrays, also=also))
+    operands = vary_alike(operands, also=also)
     axes, varying = names + s.comm.group_axes, varying_axes(operands.x)
     if varying:  # JAX tracks them; ranks with the same x share the state anyway
         axes = tuple(a for a in axes if a in varying)

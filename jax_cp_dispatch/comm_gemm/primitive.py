@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator
+from jax_cp_dispatch._ranks.communicator import Communicator, rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
@@ -34,7 +34,6 @@ from jax_cp_dispatch._ranks.lowering import (
     lower_opened,
     one_after_another,
     prepare_cpu_devices,
-    rank_and_group,
     run_alone,
 )
 from jax_cp_dispatch._ranks.options import vary_alike, with_manual_axes
@@ -272,7 +271,8 @@ def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
     if call.comm.open_axes:
         return lower_opened(with_all_axes_manual, ctx, *operands)
     choice = choose(ctx, call.op, call.comm)
-    return choice.lower(operation, ctx, *operands, call=call, **params)
+    rule = choice.implementation.lowerings[operation]
+    return rule(ctx, *operands, call=call, choice=choice, **params)
 
 
 gemm_p = make_primitive("gemm", Operation.GEMM)
@@ -328,7 +328,8 @@ def _lower_custom_call(ctx, *values, call: GemmCall, tree, results, attributes, 
     def run(*values):
         shapes = results if scratch is None else results._replace(workspace=scratch)
         given = jax.tree.unflatten(tree, values)
-        written = _call_handler(given, shapes, rank_and_group(call.comm), attributes)
+        places = [rank_index(call.comm.axis_names), rank_index(call.comm.group_axes)]
+        written = _call_handler(given, shapes, places, attributes)
         if scratch is not None and results.workspace is not None:
             # It keeps the program's shape, and is never read.
             written = written._replace(workspace=jnp.zeros_like(results.workspace))
@@ -351,7 +352,7 @@ def _lower_on_cpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     ]
     kind = f"{call.overlap.comm_type.name}, {call.overlap.method.name}"
     what = f"{call.op} ({kind}) of rows {list(call.row_counts)}, {', '.join(others)}"
-    attributes |= choice.rank_attributes(ctx, call.comm, what)
+    attributes |= choice.implementation.rank_attributes(ctx, call.comm, choice.groups, what)
     params: Any = {"tree": tree, "results": results, "attributes": attributes}
     return _lower_custom_call(ctx, *values, call=call, **params)
 
@@ -436,9 +437,10 @@ def _lower_on_gpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     params: Any = {"call": call, "tree": tree, "results": results}
     if missing is not None:
         by_xla = fall_back(choice, call.op, call.comm, missing)
-        return by_xla.lower(Operation.GEMM, ctx, *values, **params)
+        return _lower_by_xla(ctx, *values, **params, choice=by_xla)
     runtime.open_cublaslt()
-    attributes = _gpu_attributes(call, operands) | choice.rank_attributes(ctx, call.comm, "")
+    ranks = choice.implementation.rank_attributes(ctx, call.comm, choice.groups, "")
+    attributes = _gpu_attributes(call, operands) | ranks
     scratch = _scratch(call, operands, results)
     return _lower_custom_call(ctx, *values, **params, attributes=attributes, scratch=scratch)
 

@@ -22,7 +22,7 @@ from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._jax_private import get_concrete_mesh, parse_flatten_op_sharding
 from jax_cp_dispatch._ranks.communicator import Communicator, other_axes
 from jax_cp_dispatch._ranks.lowering import partitioned, program_mesh
-from jax_cp_dispatch._ranks.options import vary_like, with_manual_axes
+from jax_cp_dispatch._ranks.options import vary_alike, with_manual_axes
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOverlapType
 from jax_cp_dispatch.comm_gemm.primitive import GemmCall, GemmOperands, bind_gemm, collapse
@@ -164,7 +164,9 @@ def product_of_rank(s: Matmul, x, w, bias, scales, *, keeps: bool):
     shape = (*x.shape[:-2], rows, s.num_columns(w))
     if 0 in (*x.shape, *w.shape):  # jaxlib 0.11 crashes on empty arrays
         of_all = (*x.shape[:-2], rows, x.shape[-1])
-        out, gathered = vary_like([jnp.zeros(shape, s.out_dtype), jnp.zeros(of_all, x.dtype)], x)
+        out, gathered = vary_alike(
+            [jnp.zeros(shape, s.out_dtype), jnp.zeros(of_all, x.dtype)], like=x
+        )
         if bias is not None:
             out = jnp.broadcast_to(bias.astype(out.dtype), out.shape)
         return out if s.gathers else real_rows(s, out), gathered if keeps else None

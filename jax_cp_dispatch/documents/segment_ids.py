@@ -179,10 +179,9 @@ def gather_sequence(
     All ranks pass the same shapes. Between CPU devices all arrays move in one `dispatch`, so the
     deadline holds. XLA's all-gather would wait without a limit for a process that hangs.
     """
-    leaves, structure = jax.tree.flatten(arrays)
-    if num_ranks == 1 or not leaves:
+    if num_ranks == 1 or not jax.tree.leaves(arrays):
         return arrays
-    arrays = structure.unflatten(vary_alike(leaves, also=exchange.axis_names))
+    arrays = vary_alike(arrays, also=exchange.axis_names)
     tokens = jax.tree.map(lambda x: x[None], arrays)
     sent = outgoing(tokens, plan_to_all(num_ranks), capacity=num_ranks)
     (gathered,) = move(exchange, [sent], AllGather(exchange.axis_name))

@@ -34,7 +34,7 @@ from jax_cp_dispatch._arrays import (
 )
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, rank_index
-from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike, vary_like
+from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.experts.routing import Overflow, Routing
 from jax_cp_dispatch.experts.tokens import on_ranks, ranks_of
@@ -117,7 +117,7 @@ def quotas(counts: Int32[Array, "W W L"], capacity: int) -> Int32[Array, "W W L"
     where that leaves a rest, the first of these keep one more.
     """
     zero = jnp.zeros(counts.shape[1], jnp.int32)
-    low, high = vary_like([zero, zero + capacity], counts)
+    low, high = vary_alike([zero, zero + capacity], like=counts)
     kept_at = lambda level: jnp.minimum(counts, level[None, :, None])
     total_at = lambda level: kept_at(level).sum((0, 2), dtype=jnp.int32)
 
@@ -167,7 +167,7 @@ def keep_heaviest(
         digit = (~fits).sum(1).astype(key.dtype)
         return (lightest << _DIGIT_BITS) | digit, left - jnp.where(fits, heavier, 0).max(1)
 
-    found = vary_like([jnp.zeros(num_places, key.dtype), quota], place)
+    found = vary_alike([jnp.zeros(num_places, key.dtype), quota], like=place)
     lightest, left = lax.fori_loop(0, num_digits, add_digit, tuple(found))
     lightest, left = take_in_bounds(lightest, at), take_in_bounds(left, at)
     is_equal = has_place & (key == lightest)

@@ -27,7 +27,12 @@ from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS
-from jax_cp_dispatch._ranks.options import CollectiveOptions, is_on_rank, vary_alike, whole_rows
+from jax_cp_dispatch._ranks.options import (
+    CollectiveOptions,
+    is_on_rank,
+    vary_alike,
+    whole_on_explicit_axes,
+)
 from jax_cp_dispatch.experts.routing import Routing
 from jax_cp_dispatch.global_call import MeshAxes, find_axes, on_all_ranks
 from jax_cp_dispatch.scaling import ScalingMode, check_blocks, dequantize, quantize
@@ -56,7 +61,7 @@ def on_ranks(
 
     As one function of the program, which equal calls share.
     """
-    operands = whole_rows(operands) if axes is None else operands
+    operands = whole_on_explicit_axes(operands, 1) if axes is None else operands
     return _program(run, config, axes, tuple(specs.items()), *operands)
 
 
@@ -187,8 +192,7 @@ def _call(op: str, mode: ScalingMode | None, arrays: Any, *others: Any) -> Any:
 def _on_rank(config: tuple[CollectiveOptions, ScalingMode | None], *operands: Any) -> Any:
     """Moves tokens to their experts; without a mode, rows back."""
     options, mode = config
-    leaves, tree = jax.tree.flatten(operands)
-    arrays, *weights, routing = tree.unflatten(vary_alike(leaves, also=options.axis_names))
+    arrays, *weights, routing = vary_alike(operands, also=options.axis_names)
     leaves, tree = jax.tree.flatten(arrays)
     if mode is not None:
         return tree.unflatten(send_to_rows(options, mode, routing, leaves))

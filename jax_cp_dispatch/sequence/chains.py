@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 from jax_cp_dispatch._arrays import At, chosen, divided, where_or_zero
 from jax_cp_dispatch._dispatch.arguments import outgoing
 from jax_cp_dispatch._dispatch.movement import move
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike, vary_like
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.sequence.call_layer import Carried
 from jax_cp_dispatch.sequence.chunks import (
@@ -157,8 +157,7 @@ class CutPieces:
             return state, state
 
         none = jax.tree.map(lambda x: jnp.zeros_like(x[0]), first)
-        leaves, tree = jax.tree.flatten(none)
-        none = tree.unflatten(vary_alike(leaves, also=exchange.axis_names))
+        none = vary_alike(none, also=exchange.axis_names)
         after = lax.scan(step, none, (kind, first, others))[1]
         chain, step_of = divided(last, shape[1])
         at = At(jnp.stack([step_of, chain], 1), (0, 1))
@@ -391,11 +390,11 @@ def _maps(steps: Steps, chunks: Chunks, links: Links, initial: Any) -> tuple[Any
             states, new = walk(steps, chunks, later, entering, active=active)
             return links.behind(steps, states, new, entering).state()
 
-        (entering,) = vary_like([entering], steps.u)
+        entering = vary_alike(entering, like=steps.u)
         return _if_any(used, walked, entering)
 
     zero = jnp.zeros((*lead, size, steps.u.shape[-1]), steps.u.dtype)
-    (zero,) = vary_like([zero], steps.u)  # as its cotangent does
+    zero = vary_alike(zero, like=steps.u)  # as its cotangent does
     if links.cuts.pieces.world_size == 1:
         return links.decays if steps.w is None else zero, zero
     sends = links.cuts.sends
@@ -431,7 +430,7 @@ def _if_any(used: Bool[Array, " P"], fn: Callable[[], Array], like: Array) -> Ar
     In `fn`, no array may begin to vary over mesh axes: `jax.vmap` computes both branches, of
     operands that do already, constant arrays among them.
     """
-    zeros = lambda: vary_like([jnp.zeros_like(like)], like)[0]
+    zeros = lambda: vary_alike(jnp.zeros_like(like), like=like)
     return lax.cond(used.any(), fn, zeros)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arrays import At
-from jax_cp_dispatch._ranks.options import vary_alike, vary_like
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import PAIRS, named_pairs
 from jax_cp_dispatch.global_call import pad_tokens
 from jax_cp_dispatch.sequence.pieces import Cuts
@@ -420,7 +420,7 @@ def walk_back(steps, chunks, dstates, dnew, *, active=None):
     def skip(after: Any, x: Any) -> Any:  # no piece goes on behind active chunks
         return jnp.zeros_like(after), (after, x[-1])
 
-    (start,) = vary_like([jnp.zeros_like(dstates[0])], dnew)
+    start = vary_alike(jnp.zeros_like(dstates[0]), like=dnew)
     xs = w, kd, decay_over(steps, chunks), chunks.into, chunks.last, dstates, dnew
     return _scan(step, skip, active, start, xs, reverse=True)
 
@@ -428,7 +428,7 @@ def walk_back(steps, chunks, dstates, dnew, *, active=None):
 def _scan(step, skip, active, start, xs, *, reverse=False):
     """Scans over chunks and skips those that are not active; `step` gets the index too."""
     # Steps are branches of a condition, where nothing may begin to vary; see `_if_any`.
-    xs = *vary_like([jnp.arange(len(xs[-1]), dtype=jnp.int32)], xs[-1]), *xs
+    xs = vary_alike(jnp.arange(len(xs[-1]), dtype=jnp.int32), like=xs[-1]), *xs
     if active is None:
         return lax.scan(step, start, xs, reverse=reverse)[1]
     chosen = lambda state, x: lax.cond(x[0], step, skip, state, x[1])

@@ -165,7 +165,7 @@ def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     said = "processes 0 and 2 reach each other over the network only"
     assert gpu.what_pointers_lack(None, comm, (devices,)) == said
     assert gpu.what_pointers_lack(None, comm, (devices[:2], devices[2:])) is None
-    monkeypatch.setattr(lowering, "program_groups", lambda *_: (devices,))
+    monkeypatch.setattr(lowering, "mesh_groups", lambda *_: (devices,))
     assert said in fallen(gather(), Y, K)
     assert calls(lowered(gemm, X, K))  # a single rank
 

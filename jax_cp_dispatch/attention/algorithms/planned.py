@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, Int64
 
 from jax_cp_dispatch._arrays import take_in_bounds
 from jax_cp_dispatch._dispatch import Argument, outgoing, returning
-from jax_cp_dispatch._ranks.options import vary_together
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
@@ -639,6 +639,6 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     metadata = jax.tree.map(jnp.asarray, held.metadata(B))
     around = KeysAround(metadata, start, end, B * T, B * held.capacity)
     fingerprint = None if fault is None else order_fingerprint(fault, rank)
-    arrays = named_context(vary_together((around, fingerprint), also=exchange.axis_names))
+    arrays = named_context(vary_alike((around, fingerprint), also=exchange.axis_names))
     movement = PlannedMovement(call, moves_queries=False)
-    return _attend_rows_of_batch(movement, *vary_together((operands.varying(exchange), arrays)))
+    return _attend_rows_of_batch(movement, *vary_alike((operands.varying(exchange), arrays)))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch import move, outgoing, returning
 from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_like, vary_together
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
 from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, gather_attend
@@ -108,7 +108,7 @@ class HeadExchange(NamedTuple):
 
     def largest(self, share: Float[Array, " share"]) -> Float[Array, " N"]:
         none = jnp.full(self.num_ranks * share.shape[0], -jnp.inf, share.dtype)
-        (none,) = vary_like([none], share)
+        none = vary_alike(none, like=share)
         return lax.pmax(self.among(none, share), self.exchange.axis_name)
 
     def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
@@ -200,7 +200,7 @@ def attend_two_levels(
     sink = None if part.sink is None else heads.own(part.sink)
     part = part._replace(q=q, k=k, v=v, sink=sink)
     if num_inner > 1:  # the columns of all ranks that share the heads
-        packed = vary_together(jax.tree.map(jnp.asarray, packed), also=call.exchange.axis_names)
+        packed = vary_alike(jax.tree.map(jnp.asarray, packed), also=call.exchange.axis_names)
         packed = gather_sequence(inner, packed, num_inner)
         if layout == "zigzag":
             num_columns = num_inner * operands.q.shape[1]
@@ -402,8 +402,8 @@ def _attend_share_of_heads(
     operands = operands.varying(call.exchange)
     order = {"layout": call.order.layout, "checks_order": call.checks_order}
     found = gathered_ranges(call.exchange, packed, shape, **order)
-    found = named_context(vary_together(found, also=call.exchange.axis_names))
-    return gather_attend(movement, *vary_together((operands, found)))
+    found = named_context(vary_alike(found, also=call.exchange.axis_names))
+    return gather_attend(movement, *vary_alike((operands, found)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.attention.local.ranges import (
     CAUSAL,
@@ -189,7 +189,7 @@ class _Call(NamedTuple):
 
 def _call(target, shapes, operands, aliases, **attributes):
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
-    return vary_like(call(*operands, **attributes), operands[0])
+    return vary_alike(list(call(*operands, **attributes)), like=operands[0])
 
 
 def _served(size: int, value_size: int) -> tuple[int, int] | None:

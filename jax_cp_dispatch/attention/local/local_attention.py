@@ -16,7 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer
 from jax_cp_dispatch._arguments import HostOrDevice
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.options import vary_like, vary_together
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
@@ -163,7 +163,7 @@ def local_attention(
     )
     q, k, v, sink = jax.tree.map(functools.partial(in_reverse_only, op), (q, k, v, sink))
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *vary_together((q, k, v, ranges, sink)))
+        return _attend(options, *vary_alike((q, k, v, ranges, sink)))
 
 
 @door("local_attention_backward", **_STEPS_OF_RANGES)
@@ -310,13 +310,13 @@ def attend_ranges(
     options: PassOptions, q: Array, kv: Any, ranges: RowRanges, sink: Array | None
 ) -> tuple[Array, ...]:
     """`local_attention` of checked arguments, without a derivative: for the rules of others."""
-    q, (k, v), ranges, sink = vary_together((q, kv, ranges, sink))
+    q, (k, v), ranges, sink = vary_alike((q, kv, ranges, sink))
     (B, T, N, _), (S, _, Hv) = q.shape, v.shape[1:]
     if B * T * S == 0:
         dtype = sum_dtype(q.dtype)
         empty = [jnp.zeros((B, T, N, Hv), options.out_dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
-        return tuple(vary_like(empty, q))
+        return tuple(vary_alike(empty, like=q))
     sink = None if sink is None else jnp.broadcast_to(sink, (B, N))
     out, lse, *max_logits = fused_attention(options, q, k, v, ranges, sink)
     return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
@@ -327,10 +327,10 @@ def range_gradients(
     options: PassOptions, q: Array, kv: Any, ranges: RowRanges, whole: SoftmaxGradients
 ) -> tuple[Array, ...]:
     """`local_attention_backward` of checked arguments."""
-    q, (k, v), ranges, whole = vary_together((q, kv, ranges, whole))
+    q, (k, v), ranges, whole = vary_alike((q, kv, ranges, whole))
     if q.shape[0] * q.shape[1] * k.shape[1] == 0:
         arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
-        return tuple(vary_like((jnp.zeros(x.shape, dtype) for x, dtype in arrays), q))
+        return vary_alike(tuple(jnp.zeros(x.shape, dtype) for x, dtype in arrays), like=q)
     return fused_gradients(options, q, k, v, ranges, whole)
 
 
@@ -351,7 +351,7 @@ def _attention_bwd(options, residuals, cotangents):
     dout, dlse, *_ = cotangents
     q, k, v, ranges, out, lse, sink = residuals
     if isinstance(dout, SymbolicZero):
-        (dout,) = vary_like([jnp.zeros_like(out)], q)
+        dout = vary_alike(jnp.zeros_like(out), like=q)
     dlse = None if isinstance(dlse, SymbolicZero) else dlse  # most programs use `out` alone
     dout, dlse = forbid_second_derivative("local_attention", (dout, dlse))
     whole = SoftmaxGradients(out, lse, dout, dlse)

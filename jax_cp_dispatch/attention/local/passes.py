@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arrays import divided, sum_dtype
-from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.attention.local import gpu
 from jax_cp_dispatch.attention.local.ranges import (
     BlockIndex,
@@ -297,7 +297,7 @@ def block_gradients(
         dq_block, *dkv = own.each_key_block(add_block, (block_of(dq, index), *dkv))
         return set_block(dq, index, dq_block), *dkv
 
-    zeros = vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), q)
+    zeros = vary_alike((jnp.zeros_like(k), jnp.zeros_like(v)), like=q)
     return lax.fori_loop(0, num_matrices // together * num_blocks, one_query_block, (dq, *zeros))
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._arrays import are_covered, divided, sum_dtype
-from jax_cp_dispatch._ranks.options import vary_like
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.masks import MaskRanges
 
 # ---- The options of the passes.
@@ -360,7 +360,7 @@ class OnlineSoftmax(NamedTuple):
         dtype = sum_dtype(q.dtype)
         peak = jnp.full(q.shape[:3], jnp.finfo(dtype).min, dtype)
         acc = jnp.zeros((*q.shape[:3], num_features), dtype)
-        return cls(*vary_like((peak, jnp.zeros_like(peak), acc), q))
+        return cls(*vary_alike((peak, jnp.zeros_like(peak), acc), like=q))
 
     def result(self, shape, num_groups):
         """Returns `(out, lse)` of `local_attention`, for queries of this shape."""
