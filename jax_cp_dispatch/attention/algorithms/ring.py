@@ -14,7 +14,13 @@ from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
-from jax_cp_dispatch.attention.key_chunks import CycleSchedule, DirectSchedule, OneRank, Schedule
+from jax_cp_dispatch.attention.key_chunks import (
+    Chunking,
+    CycleSchedule,
+    DirectSchedule,
+    Schedule,
+)
+from jax_cp_dispatch.attention.local.ranges import pass_options, rank_blocks
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs, key_shapes
 from jax_cp_dispatch.attention.rotating import (
     Rotation,
@@ -42,6 +48,7 @@ from jax_cp_dispatch.cycles import (
     two_level_cycles,
 )
 from jax_cp_dispatch.documents.documents import Documents, attended_tokens
+from jax_cp_dispatch.documents.layouts import contiguous_layout, halves_in_zigzag, zigzag_layout
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.pairs import pairs_per_query
 
@@ -69,8 +76,19 @@ class RingFamily(Algorithm):
 
     def rotation(self, call: Call, mask: Mask, *qkv: Any) -> Rotation:
         """Returns the rotation of q, k and v of one rank, or of their shapes and dtypes."""
-        schedule = self.schedule(call.op, call.num_ranks)
-        return Rotation.of(call, schedule, *qkv, zigzag=self.computes_in_zigzag(mask))
+        q, k, v = qkv
+        (B, T, N, H), K, schedule = q.shape, k.shape[2], self.schedule(call.op, call.num_ranks)
+        rearranges = self.computes_in_zigzag(mask) and call.num_ranks > 1
+        rearranges &= call.order.layout == "contiguous"
+        make = halves_in_zigzag if rearranges else contiguous_layout
+        if call.order.layout == "zigzag":
+            make = zigzag_layout
+        layout = make(call.num_ranks, T)
+        chunking = Chunking.of(layout, schedule.num_chunks)
+        blocks = rank_blocks(layout.num_rows, chunking.most_tokens, N, K, rows=256)
+        passes = pass_options(q, k, **call.softmax, **blocks)
+        shape = B, layout.num_rows, N, H
+        return Rotation(call, schedule, chunking, rearranges, passes, shape, K, v.shape[3])
 
     def run(self, call: Call, operands: Operands, packed: Documents, plan: Any) -> Outputs:
         keys = key_shapes(call.expansion, operands)
@@ -81,7 +99,7 @@ class RingFamily(Algorithm):
         """Of tokens in the order that the algorithm computes, as in zigzag layout."""
         num_ranks, packed, qkv, _ = batch
         rotation = self.rotation(call, packed.mask, *qkv)
-        rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
+        layout = rotation.chunking.layout
 
         def run(rank, q, k, v, of_tokens):
             operands = Operands(q, k, v)
@@ -94,11 +112,11 @@ class RingFamily(Algorithm):
 
         packed = jax.tree.map(jnp.asarray, packed)
         seen = attended_tokens(packed, packed.segment_ids.shape)
-        tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(num_ranks)]
+        tokens = [np.asarray(layout.positions(rank)) for rank in range(num_ranks)]
         ranges = [ranges_of_rows(packed.mask, seen, token) for token in tokens]
         pairs = pairs_per_query(jax.tree.map(np.asarray, seen)).sum(0)
         of_ranks = np.array([pairs[token[token >= 0]].sum() for token in tokens])
-        missing = rotation.layout.num_rows - qkv[0].shape[1]
+        missing = layout.num_rows - qkv[0].shape[1]
         shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
         return RankProgram(run, shapes, ranges, of_ranks)
 
