@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
     Exchange,
+    Gathered,
     Movement,
-    attend_rows,
     gather_attend,
-    parts_of_heads,
-    row_gradients,
+    row_passes,
 )
+from jax_cp_dispatch.attention.key_chunks import rows_before
+from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
 from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.attention.rotating import ranges_of_rows
@@ -218,134 +219,129 @@ def attend_by_plan(call: Call, operands: Operands, plan: Plan, packed: Documents
     Ranks compare the checksums of their plans, and of the ids, positions and mask of `packed`.
     """
     plan = plan_of_group(call.op, plan)
-    check_plan_rows(call.op, operands, plan, packed)
-    return _attend_planned(PlannedMovement(call, not plan.is_placed), operands, plan, packed)
+    B, T = operands.q.shape[:2]
+    advice = "Place the tokens" if plan.is_placed else "Plan with the segment ids"
+    if packed.positions is not None and packed.segment_ids is None:
+        raise ValueError(
+            f"{call.op}: got a plan and positions without segment_ids, which mark the padding, "
+            "whose positions are ignored. Pass both, or segment_ids alone."
+        )
+    if plan.num_tokens != B * T:
+        raise ValueError(
+            f"{call.op}: a rank holds {B} x {T} = {B * T} rows but the plan is for "
+            f"{plan.num_tokens}. {advice} of this batch."
+        )
+    if plan.batch != B:  # as many rows, of other columns
+        raise ValueError(
+            f"{call.op}: a rank holds {B} x {T} rows but the plan is for {plan.batch} x "
+            f"{plan.num_tokens // plan.batch}. {advice} of this batch."
+        )
+    return _attend_planned(call, operands, plan, packed)
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def _attend_planned(
-    movement: PlannedMovement, operands: Operands, plan: Plan, packed: Documents
+def _attend_planned(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
+    rank, compared = lax.axis_index(call.exchange.axis_name), (packed.segment_ids, packed.positions)
+    gathered = Gathered(
+        MaskRanges(*(x[None] for x in named_context(plan.local_ranges(rank)))),
+        fingerprint=rank_fingerprint(plan.fingerprint, rank, *compared, packed.mask),
+        q_metadata=None if plan.is_placed else plan.q_metadata,
+        kv_metadata=plan.kv_metadata,
+    )
+    movement = PlannedMovement(call, plan.num_tokens, plan.q_capacity, plan.kv_capacity)
+    return _attend_rows_of_batch(movement, operands.varying(call.exchange), gathered)
+
+
+def _attend_rows_of_batch(
+    movement: PlannedMovement, operands: Operands, gathered: Gathered
 ) -> Outputs:
-    exchange = movement.call.exchange
-    rank, compared = lax.axis_index(exchange.axis_name), (packed.segment_ids, packed.positions)
-    fingerprint = rank_fingerprint(plan.fingerprint, rank, *compared, packed.mask)
-    return _attend_rows_of_batch(movement, operands.varying(exchange), (plan, fingerprint))
-
-
-def _attend_rows_of_batch(movement: PlannedMovement, operands: Operands, arrays: Any) -> Outputs:
     q, k, v, *others = operands
     shape = q.shape[:2]
     q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
-    outputs: Any = gather_attend(movement, Operands(q, k, v, *others), arrays)
+    outputs: Any = gather_attend(movement, Operands(q, k, v, *others), gathered)
     out, lse, max_logits = outputs
     by_batch = lambda x: x.reshape(*shape, *x.shape[1:])
+    if max_logits is not None:
+        max_logits = lax.pmax(lax.stop_gradient(max_logits), movement.call.exchange.axis_name)
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMovement(Movement):
-    """Rows `[T, heads, H]` move as planned; `arrays` are the plan and what ranks compare.
+    """Rows `[T, heads, H]` move as planned; without `q_metadata`, queries stay, and their output.
 
     Errors of the exchanges refer to the config of the plan.
 
     Attributes:
-      moves_queries: else they stay, and the output with them.
+      num_tokens: rows of a rank.
+      q_capacity, kv_capacity: rows of a rank's receive buffers.
     """
 
     call: Call
-    moves_queries: bool
+    num_tokens: int
+    q_capacity: int
+    kv_capacity: int
     block_rows = BLOCK_ROWS
+    in_parts = sums_dkv = True
 
-    def parts(self, operands: Operands) -> list[Operands]:
-        return parts_of_heads(self.call, operands)
+    def send(self, gathered: Gathered, part: Operands) -> Exchange:
+        q_stays, fingerprint = gathered.q_metadata is None, gathered.fingerprint
+        moved = [self._outgoing(gathered, "kv", part.moved, fingerprint if q_stays else None)]
+        if not q_stays:
+            moved = [self._outgoing(gathered, "q", part.q, fingerprint), *moved]
 
-    def ranges(self, arrays: Any) -> MaskRanges:
-        plan, _ = arrays
-        rank = lax.axis_index(self.call.exchange.axis_name)
-        return MaskRanges(*(x[None] for x in named_context(plan.local_ranges(rank))))
+        def read(came):
+            *q, kv = checkpoint_name_kv(came)
+            return (part.q if q_stays else q[0])[None], tuple(x[None] for x in kv)
 
-    def send(self, arrays: Any, part: Operands) -> Exchange:
-        plan, fingerprint = arrays
-        if not self.moves_queries:
-            kv = self._outgoing(plan, "kv", part.moved, fingerprint)
-            read = lambda came: _attended((part.q, checkpoint_name_kv(came[0])))
-            return Exchange([kv], read)
-        q = self._outgoing(plan, "q", part.q, fingerprint)
-        kv = self._outgoing(plan, "kv", part.moved)
-        return Exchange([q, kv], lambda came: _attended(checkpoint_name_kv(came)))
+        return Exchange(moved, read)
 
-    def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
-        if not self.moves_queries:
-            return Exchange(None, lambda _: (out[0], lse[0].T if self.call.return_lse else None))
+    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> Exchange:
+        return_lse = self.call.return_lse
+        if gathered.q_metadata is None:
+            return Exchange(None, lambda _: (out[0], lse[0].T if return_lse else None))
         returned: Any = out[0]
-        if self.call.return_lse:
+        if return_lse:
             # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and
             # an lse of 0 as the smallest normal number: no sum of exponentials differs by it.
             sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
             returned = out[0], jnp.where(lse == -jnp.inf, 0, sent)[0].T
 
         def read(came):
-            if not self.call.return_lse:
+            if not return_lse:
                 return named_context(came[0]), None
             out, lse = named_context(came[0])
             return out, jnp.where(lse == 0, -jnp.inf, lse)
 
         # The output is NaN for a wrong fingerprint, where there are no errors.
-        return Exchange([self._returning(arrays[0], "q", returned, fingerprint=arrays[1])], read)
+        moved = self._returning(gathered, "q", returned, fingerprint=gathered.fingerprint)
+        return Exchange([moved], read)
 
-    def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
+    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
         own = tuple(x for x in cotangents if x is not None)
         attended = lambda x: Outputs(*(y[None] for y in x))
-        if not self.moves_queries:
+        if gathered.q_metadata is None:
             return Exchange(None, lambda _: attended(own))
-        moved = [self._outgoing(arrays[0], "q", own)]
+        moved = [self._outgoing(gathered, "q", own)]
         return Exchange(moved, lambda came: attended(came[0]))
 
-    def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
         # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
         dtype = None if self.call.expansion else dq.dtype
         rows = [None if x is None else x[0] for x in dkv]
-        returned = self._returning(arrays[0], "kv", rows, dtype=dtype)
-        if not self.moves_queries:
+        returned = self._returning(gathered, "kv", rows, dtype=dtype)
+        if gathered.q_metadata is None:
             return Exchange([returned], lambda came: (dq[0], came[0]))
-        return Exchange([self._returning(arrays[0], "q", dq[0]), returned], tuple)
+        return Exchange([self._returning(gathered, "q", dq[0]), returned], tuple)
 
-    def _outgoing(self, plan, name: str, arrays, fingerprint: Any = None) -> Argument:
-        metadata, capacity = getattr(plan, f"{name}_metadata"), getattr(plan, f"{name}_capacity")
-        options: Any = {"capacity_name": f"PlanConfig.{name}_capacity", "fingerprint": fingerprint}
-        return outgoing(arrays, metadata, capacity=capacity, **options)
+    def _outgoing(self, gathered: Gathered, name: str, arrays, fingerprint=None) -> Argument:
+        metadata, capacity = getattr(gathered, f"{name}_metadata"), f"{name}_capacity"
+        options: Any = {"capacity_name": f"PlanConfig.{capacity}", "fingerprint": fingerprint}
+        return outgoing(arrays, metadata, capacity=getattr(self, capacity), **options)
 
-    def _returning(self, plan, name: str, arrays, **options: Any) -> Argument:
-        options |= {"num_tokens": plan.num_tokens, "capacity_name": f"PlanConfig.{name}_capacity"}
-        return returning(arrays, getattr(plan, f"{name}_metadata"), **options)
-
-
-def _attended(rows: Any) -> Any:
-    """Returns queries, and keys and values, as the rows of one batch row."""
-    q, kv = jax.tree.map(lambda x: x[None], tuple(rows))
-    return q, tuple(kv)
-
-
-def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: Documents) -> None:
-    q = operands.q
-    is_placed = plan.is_placed
-    advice = "Place the tokens" if is_placed else "Plan with the segment ids"
-    if packed.positions is not None and packed.segment_ids is None:
-        raise ValueError(
-            f"{op}: got a plan and positions without segment_ids, which mark the padding, "
-            "whose positions are ignored. Pass both, or segment_ids alone."
-        )
-    num_tokens = q.shape[0] * q.shape[1]
-    if num_tokens != plan.num_tokens:
-        raise ValueError(
-            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
-            f"the plan is for {plan.num_tokens}. {advice} of this batch."
-        )
-    if q.shape[0] != plan.batch:  # as many rows, of other columns
-        raise ValueError(
-            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
-            f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice} of this batch."
-        )
+    def _returning(self, gathered: Gathered, name: str, arrays, **options: Any) -> Argument:
+        options |= {"num_tokens": self.num_tokens, "capacity_name": f"PlanConfig.{name}_capacity"}
+        return returning(arrays, getattr(gathered, f"{name}_metadata"), **options)
 
 
 def sizes_for_plan(workload: Workload, hardware: Hardware) -> tuple[dict[str, Any], int | None]:
@@ -372,11 +368,12 @@ def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool)
     check_heads(call.op, *qkv)
 
     def run(rank, q, k, v, ranges):
-        out, lse, _ = attend_rows(call, BLOCK_ROWS, q, (k, v), ranges)
+        passes = row_passes(call, BLOCK_ROWS, q, k)
+        out, lse = attend_ranges(passes, q, (k, v), ranges, None)
         if not backward:
             return out, lse
         whole = SoftmaxGradients(out, lse, out)
-        return out, *row_gradients(call, BLOCK_ROWS, q, (k, v), ranges, whole)
+        return out, *range_gradients(passes, q, (k, v), ranges, whole)
 
     ranges = [
         MaskRanges(*(x[None] for x in plan.local_ranges(rank))) for rank in range(plan.world_size)
@@ -387,9 +384,6 @@ def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool)
 
 
 # ---- `Halo`: each rank receives the keys that its queries still see beyond its own tokens, once.
-
-# An array or `Metadata`, or anything that a transformation maps over the leaves.
-Leaf: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -579,15 +573,13 @@ class HeldRows(NamedTuple):
             world_size=num_ranks,
         )
 
-    def rows_before(self, rank: Any, token: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    def rows_before(self, rank: Any, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
         """Returns the held rows of a rank before the first one of each token or of a later one."""
         table = np.zeros((self.layout.num_ranks, 2, self.layout.num_blocks), np.int32)
         for i, of_rank in enumerate(self.parts()):
             for j, (low, high) in enumerate(of_rank):
                 table[i, :, j] = low, high - low
-        start, length = take_in_bounds(table, rank)
-        inside = jnp.clip(token[..., None] - start[None, None], 0, length[None, None])
-        return jnp.sum(inside, axis=-1, dtype=jnp.int32)
+        return rows_before(token, *take_in_bounds(table, rank))
 
 
 @functools.lru_cache(maxsize=64)
@@ -595,22 +587,6 @@ def held_rows(layout: SequenceLayout, mask: Mask) -> HeldRows:
     """Returns the keys that the ranks hold, as far as a mask reaches."""
     most = layout.num_tokens
     return HeldRows(layout, *(most if x is None else min(x, most) for x in mask.reach))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class KeysAround:
-    """What `PlannedMovement` reads of a plan: the keys that move, and what each query sees."""
-
-    kv_metadata: Leaf
-    start: Leaf  # i32 [rows]
-    end: Leaf
-    num_tokens: int = dataclasses.field(metadata={"static": True})
-    kv_capacity: int = dataclasses.field(metadata={"static": True})
-
-    def local_ranges(self, rank: Any) -> tuple[Any, Any]:
-        """Returns the first and last + 1 held row of each query of this rank."""
-        return self.start, self.end
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # equal calls are traced and lowered once
@@ -621,11 +597,12 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
     seen = ranges_of_rows(packed.mask, seen, held.layout.positions(rank)[:T])
     num_held = take_in_bounds(held.num_rows.astype(np.int32), rank)
-    first = np.arange(B, dtype=np.int32)[:, None] * num_held
-    start, end = ((held.rows_before(rank, x) + first).reshape(-1) for x in (seen.start, seen.end))
-    metadata = jax.tree.map(jnp.asarray, held.metadata(B))
-    around = KeysAround(metadata, start, end, B * T, B * held.capacity)
+    bounds = held.rows_before(rank, seen.bounds)
+    bounds += np.arange(B, dtype=np.int32)[:, None, None] * num_held  # one batch row after another
+    ranges = MaskRanges(*(bounds[..., i].reshape(1, -1) for i in range(2)))
     fingerprint = None if fault is None else order_fingerprint(fault, rank)
-    arrays = named_context(vary_together((around, fingerprint), also=exchange.axis_names))
-    movement = PlannedMovement(call, moves_queries=False)
-    return _attend_rows_of_batch(movement, *vary_together((operands.varying(exchange), arrays)))
+    metadata = jax.tree.map(jnp.asarray, held.metadata(B))
+    gathered = Gathered(ranges, fingerprint=fingerprint, kv_metadata=metadata)
+    gathered = named_context(vary_together(gathered, also=exchange.axis_names))
+    movement = PlannedMovement(call, B * T, 0, B * held.capacity)
+    return _attend_rows_of_batch(movement, *vary_together((operands.varying(exchange), gathered)))
