@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 from functools import partial
@@ -58,6 +57,7 @@ from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, 
 from jax_cp_dispatch.planning.inside_jit import rank_plan
 from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
+from jax_cp_dispatch.planning.request import Pieces, list_transfers, make_metadata, num_sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Balanced(Algorithm):
     there, and its lse.
 
     Attributes:
-      config: block size and capacities of plans made in the call. A plan that you pass has its own.
-        Made from traced documents, a plan without capacities has room for any: each rank reserves,
-        and keeps for the backward pass, q, out and lse of two times its tokens and a block, and k
-        and v of `kv_capacity` tokens. That is all keys, W times the rank's tokens T; for a mask
-        with a reach, such as windows and chunks, at most T (block + reach) / block, the reach
-        rounded up to blocks: 5 T for a window of 512 and blocks of 128 that divide T.
+      config: block size and capacities of plans made in the call; a plan that you pass has its own.
+        A plan of traced documents without capacities has room for any documents. Each rank then
+        reserves, and keeps for the backward pass: q, out and lse of 2 T tokens and a block, for T
+        tokens of the rank; and k and v of all W T tokens. A mask with a reach, such as a window,
+        needs k and v of at most T (block + reach) / block tokens, the reach rounded up to blocks:
+        5 T for a window of 512 and blocks of 128 that divide T.
     """
 
     name: ClassVar[str] = "balanced"
@@ -390,22 +390,23 @@ def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool)
 class Halo(Algorithm):
     """Each rank receives the keys that its queries still see, from the ranks before and after.
 
-    Queries stay. A mask of numbers says how far a query sees (`Mask.reach`). So many rows of
-    keys and values move across each border of a rank's part of the sequence, from as many ranks as
-    hold them, in one exchange; in zigzag layout a rank has two parts. The rank then attends in one
-    call. Documents shorten what a query sees, not what moves. Tokens stay as they are.
+    Queries stay. `Mask.reach` says how many keys before and after itself a query sees at most. So
+    many rows of keys and values move across each border of a rank's part of the sequence, in one
+    exchange, from all ranks that hold them; in zigzag layout a rank has two parts. The rank then
+    attends in one call. Documents shorten what a query sees, not what moves. Tokens stay in place.
 
-    Use it for windows and chunks shorter than the sequence. Where the mask has no limit, a rank
-    receives all rows on that side, in one exchange: causal attention takes the memory of all keys.
-    A mask whose arrays decide, or a window with first tokens, has no reach that is known before the
-    batch.
+    Use it for windows and chunks shorter than the sequence. On a side where the mask has no limit,
+    a rank receives all rows of that side: causal attention takes the memory of all keys. Masks with
+    arrays, and windows with first tokens, have no reach that is known before the batch, and are
+    refused.
 
     The gradients of keys and values return by the transpose of the same exchange, are summed over
     the ranks in float32, and rounded once. Residuals per rank: q, the held k and v, the output, its
     lse, and the ranges of its rows.
 
     Attributes:
-      layout: of predictions: "contiguous" or "zigzag". A call has the order of its documents.
+      layout: the order of tokens, "contiguous" or "zigzag", for which `predict` and `describe`
+        answer. A call has the order of its documents instead.
     """
 
     name: ClassVar[str] = "halo"
@@ -440,7 +441,7 @@ class Halo(Algorithm):
         """Keys arrive before attention of the rank's own queries; gradients return after it."""
         n, batch, held = workload.num_ranks, len(workload.rows), self._held(workload)
         size, capacity = hardware.node_size(n), batch * held.capacity
-        sent = batch * held.rows_between_ranks()
+        sent = held.metadata(batch).rows_between_ranks()
         compute = attention_seconds(
             self._pairs(workload, hardware),
             *(workload, hardware),
@@ -521,57 +522,24 @@ class HeldRows(NamedTuple):
     def capacity(self) -> int:
         return int(self.num_rows.max())
 
-    def pieces(self) -> Int64[np.ndarray, "pieces 5"]:
-        """Returns what moves: receiver, first row there, sender, first row there, rows."""
-        blocks = []
-        for rank, of_rank in enumerate(self.layout.blocks):
-            row = 0
-            for start, length in of_rank:
-                blocks += [(start, start + length, rank, row)] if length else []
-                row += length
-        blocks.sort()
-        starts, pieces = [x[0] for x in blocks], []
-        for receiver, parts in enumerate(self.parts()):
-            held = 0
-            for low, high in parts:
-                first, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
-                for start, end, sender, row in blocks[first:last]:
-                    a, b = max(low, start), min(high, end)
-                    pieces.append((receiver, held + a - low, sender, row + a - start, b - a))
-                held += high - low
-        return np.array(pieces, np.int64).reshape(-1, 5)
-
-    def rows_between_ranks(self) -> Int64[np.ndarray, "W W"]:
-        """Returns the rows that each rank sends to each, and keeps, of one batch row."""
-        receiver, _, sender, _, rows = self.pieces().T
-        sent = np.zeros((self.layout.num_ranks,) * 2, np.int64)
-        np.add.at(sent, (sender, receiver), rows)
-        return sent
-
     def metadata(self, batch: int) -> Metadata:
         """Returns the plan of the exchange of keys, of all batch rows one after another."""
-        num_ranks, rows = self.layout.num_ranks, self.layout.lengths.sum(1)
-        receiver, to, sender, origin, length = self.pieces().T
-        order = np.argsort(sender, kind="stable")
-        count = np.bincount(sender, minlength=num_ranks)
-        slot = np.arange(len(order)) - np.repeat(count.cumsum() - count, count)
-        shape = num_ranks, batch, int(count.max())
-        fields = [np.full(shape, empty, np.int64) for empty in (-1, 0, 0, 0)]
-        b = np.arange(batch)[:, None]
-        values = receiver, to + b * self.num_rows[receiver], length, origin + b * rows[sender]
-        for field, value in zip(fields, values, strict=True):
-            value = np.broadcast_to(value, (batch, len(order)))[:, order]
-            field[sender[order], :, slot] = value.T
-        dst_rank, dst_offset, seq_len, src_offset = (x.reshape(num_ranks, -1) for x in fields)
-        received = batch * self.rows_between_ranks().T
-        return Metadata(
-            dst_rank=dst_rank.astype(np.int32),
-            dst_offset=dst_offset.astype(np.uint32),
-            seq_len=seq_len.astype(np.uint32),
-            src_offset=src_offset.astype(np.uint32),
-            num_recv_tokens=np.append(received, received.sum(1)[:, None], 1).astype(np.uint32),
-            world_size=num_ranks,
-        )
+
+        def pieces(ranges):
+            found = []
+            for number in range(batch):
+                for rank, of_rank in enumerate(ranges):
+                    row = number * sum(end - start for start, end in of_rank)
+                    for start, end in of_rank:
+                        found += [(rank, number, start, end, row)] if start < end else []
+                        row += end - start
+            return Pieces(*np.array(found, np.int64).reshape(-1, 5).T)
+
+        num_ranks, blocks = self.layout.num_ranks, self.layout.blocks
+        own = [[(start, start + length) for start, length in of_rank] for of_rank in blocks]
+        moves = list_transfers(pieces(own), pieces(self.parts()))
+        num_slots = int(num_sent(moves, num_ranks).max())
+        return make_metadata(moves, num_ranks=num_ranks, num_slots=num_slots)
 
     def rows_before(self, rank: Any, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
         """Returns the held rows of a rank before the first one of each token or of a later one."""
