@@ -227,7 +227,7 @@ def chunk_exchange(
         num_comm_sm=num_comm_sm,
     )
     num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
-    num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")
+    num_chunks, out_chunk = check_chunk_maps("chunk_exchange", out_chunk, in_chunk, num_ranks)
     for leaf in jax.tree.leaves(chunks):
         if jnp.shape(leaf)[:1] != (num_chunks,):
             raise ValueError(

@@ -297,7 +297,11 @@ class Hamilton(RingFamily):
             raise ValueError(
                 f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."
             )
-        rows = self._given_rows(op, num_ranks)
+        rows = None
+        if self.maps is not None:
+            rows = check_cycles(op, cycles_of_maps(op, *self.maps, num_ranks), num_ranks)
+        elif self.cycles is not None and not isinstance(self.cycles, str):
+            rows = check_cycles(op, self.cycles, num_ranks)
         if num_ranks == 1:
             return CycleSchedule(((0,),))
         if rows is not None:
@@ -307,15 +311,6 @@ class Hamilton(RingFamily):
         if self.cycles == "direct" or (self.cycles is None and num_ranks in (4, 6)):
             return DirectSchedule(num_ranks)
         return _schedule_of(hamiltonian_cycles, num_ranks)
-
-    def _given_rows(self, op: str, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Returns checked cycles, from `cycles` or `maps`."""
-        cycles: CycleRows | str | None = self.cycles
-        if self.maps is not None:
-            cycles = cycles_of_maps(*self.maps, num_ranks, op=op)
-        if cycles is None or isinstance(cycles, str):
-            return None
-        return check_cycles(cycles, num_ranks, op=op)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
