@@ -15,6 +15,7 @@ from jaxtyping import Float64, Int, Int64
 
 from jax_cp_dispatch.cost.attention import (
     Hardware,
+    Pass,
     Rows,
     StepCost,
     Traffic,
@@ -226,18 +227,16 @@ class Moves(NamedTuple):
     keys: Rows
 
 
-def planned_steps(
-    moves: Moves, workload: Workload, hardware: Hardware, *, backward: bool
-) -> list[StepCost]:
+def planned_steps(of: Pass) -> list[StepCost]:
     """Predicts the exchange before attention, attention of equal work, and the exchange after."""
+    workload, hardware, backward, moves = of
     n, own = workload.num_ranks, workload.rows_per_rank
     queries, keys = (spread(rows, n, hardware) for rows in moves)
     compute = attention_seconds(
+        of,
         equal_pairs(workload, hardware),
-        *(workload, hardware),
         q_rows=float(queries.capacity or own),
         kv_rows=float(keys.capacity or own + keys.total),
-        backward=backward,
         is_planned=True,
     )
     own_before = own_after = 0.0
@@ -246,11 +245,11 @@ def planned_steps(
         kv = workload.kv_bytes(own, itemsize=4 if backward else None)
         own_before, own_after = (q, q + kv) if backward else (q + kv, q)
     before, after = _bytes_sent(queries, keys, workload, backward=backward)
-    options = all_others(n, hardware), workload, hardware
+    others = all_others(n, hardware)
     return [
-        step_cost(0.0, before, *options, own_before),
+        step_cost(of, 0.0, before, others, own_before),
         StepCost(compute, 0.0, 0.0),
-        step_cost(0.0, after, *options, own_after),
+        step_cost(of, 0.0, after, others, own_after),
     ]
 
 

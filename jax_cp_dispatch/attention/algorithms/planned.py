@@ -31,7 +31,7 @@ from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.attention.rotating import ranges_of_rows
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload, rows_by_link
-from jax_cp_dispatch.cost.attention import Receivers, attention_seconds, step_cost
+from jax_cp_dispatch.cost.attention import Pass, Receivers, attention_seconds, step_cost
 from jax_cp_dispatch.cost.pairs import (
     decisive_pairs,
     estimated_moves,
@@ -123,15 +123,13 @@ class Balanced(Algorithm):
         config = dataclasses.replace(self.config, **heads, ranks_per_node=ranks_per_node)
         return plan_attention(lengths=workload.rows, mask=workload.mask, config=config, **sizes)
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Queries, keys and values are sent, all ranks do equal work, and the output returns.
 
         Without `moves`, their number is estimated.
         """
-        moves = estimated_moves(workload) if moves is None else moves
-        return planned_steps(moves, workload, hardware, backward=backward)
+        moves = estimated_moves(of.workload) if of.moves is None else of.moves
+        return planned_steps(of._replace(moves=moves))
 
 
 def check_plan_config(op: str, config: Any) -> None:
@@ -192,18 +190,16 @@ class Placed(Algorithm):
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
         return self.placement_for(workload, hardware).plan
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Keys arrive before attention, of equal work; their gradients return after it."""
-        if moves is None:
+        if of.moves is None:
             raise ValueError(
                 "step_costs: 'placed' needs moves, the rows of keys that each rank sends. Pass "
                 "moves=Moves(0, rows): num_kv_tokens_moved of the plan of place_tokens, divided by "
                 "the ranks."
             )
-        steps = planned_steps(moves, workload, hardware, backward=backward)
-        return steps[1:] if backward else steps[:-1]
+        steps = planned_steps(of)
+        return steps[1:] if of.backward else steps[:-1]
 
 
 # ---- Attention by a plan: keys move to the queries, and queries to other ranks or not at all.
@@ -435,31 +431,23 @@ class Halo(Algorithm):
     def describe(self, workload: Workload) -> str:
         return f"Halo\n{self._held(workload).metadata(len(workload.rows)).describe()}"
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Keys arrive before attention of the rank's own queries; gradients return after it."""
-        n, batch, held = workload.num_ranks, len(workload.rows), self._held(workload)
-        size, capacity = hardware.node_size(n), batch * held.capacity
-        sent = held.metadata(batch).rows_between_ranks()
-        compute = attention_seconds(
-            self._pairs(workload, hardware),
-            *(workload, hardware),
-            q_rows=workload.rows_per_rank,
-            kv_rows=capacity,
-            backward=backward,
-            is_planned=True,
-        )
+        workload, hardware, backward, _ = of
+        batch, held = len(workload.rows), self._held(workload)
+        size, capacity = hardware.node_size(workload.num_ranks), batch * held.capacity
+        sent, own = held.metadata(batch).rows_between_ranks(), workload.rows_per_rank
+        rows = {"q_rows": own, "kv_rows": capacity}
+        compute = attention_seconds(of, self._pairs(of), **rows, is_planned=True)
         row = workload.kv_bytes(1, itemsize=4 if backward else None)
         num_bytes = rows_by_link(sent, ranks_per_node=size, capacity=capacity).times(row)
-        own = row * workload.rows_per_rank
-        exchange = step_cost(0.0, num_bytes, _receivers(sent, size), workload, hardware, own)
+        exchange = step_cost(of, 0.0, num_bytes, _receivers(sent, size), row * own)
         steps = [exchange, StepCost(compute, 0.0, 0.0)]
         return steps[::-1] if backward else steps
 
-    def _pairs(self, workload: Workload, hardware: Hardware) -> float:
-        pairs = pairs_between_ranks(workload, zigzag=self.layout == "zigzag").sum(1)
-        return decisive_pairs(pairs, hardware)
+    def _pairs(self, of: Pass) -> float:
+        pairs = pairs_between_ranks(of.workload, zigzag=self.layout == "zigzag").sum(1)
+        return decisive_pairs(pairs, of.hardware)
 
     def _held(self, workload: Workload) -> HeldRows:
         mask = workload.visible

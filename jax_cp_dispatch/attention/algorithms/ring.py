@@ -29,9 +29,10 @@ from jax_cp_dispatch.attention.rotating import (
     gradient_steps,
     ranges_of_rows,
 )
-from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Traffic, Workload
+from jax_cp_dispatch.cost import Hardware, StepCost, Traffic, Workload
 from jax_cp_dispatch.cost.attention import (
     NEXT_RANK,
+    Pass,
     Receivers,
     all_others,
     attention_seconds,
@@ -120,43 +121,36 @@ class RingFamily(Algorithm):
         shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
         return RankProgram(run, shapes, ranges, of_ranks)
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """n computations; during all but the last, keys and values move.
 
         Backward, their gradients also move, n times, in float32, each during the computation after
         the one that produces it.
         """
-        others, rows = workload.num_ranks - 1, workload.rows_per_rank
-        kv, dkv = workload.kv_bytes(rows), workload.kv_bytes(rows, itemsize=4)
-        compute = attention_seconds(
-            self._pairs(workload, hardware),
-            *(workload, hardware),
-            q_rows=rows,
-            kv_rows=rows,
-            backward=backward,
-        )
+        others, rows = of.workload.num_ranks - 1, of.workload.rows_per_rank
+        kv, dkv = of.workload.kv_bytes(rows), of.workload.kv_bytes(rows, itemsize=4)
+        compute = attention_seconds(of, self._pairs(of), q_rows=rows, kv_rows=rows)
         sent = [kv] * others + [0]
-        if backward and others:
+        if of.backward and others:
             sent = [kv, *[kv + dkv] * (others - 1), dkv, dkv]
             compute = np.append(compute, 0.0)
         return [
-            step_cost(float(seconds), *self._sent(x, workload, hardware), workload, hardware)
+            step_cost(of, float(seconds), *self._sent(of, x))
             for seconds, x in zip(compute, sent, strict=True)
         ]
 
-    def _pairs(self, workload: Workload, hardware: Hardware) -> Float64[np.ndarray, " num_ranks"]:
-        pairs = pairs_between_ranks(workload, zigzag=self.computes_in_zigzag(workload.visible))
-        rank = np.arange(workload.num_ranks)
-        return np.array([decisive_pairs(pairs[rank, rank - step], hardware) for step in rank])
+    def _pairs(self, of: Pass) -> Float64[np.ndarray, " num_ranks"]:
+        zigzag = self.computes_in_zigzag(of.workload.visible)
+        pairs, rank = (
+            pairs_between_ranks(of.workload, zigzag=zigzag),
+            np.arange(of.workload.num_ranks),
+        )
+        return np.array([decisive_pairs(pairs[rank, rank - step], of.hardware) for step in rank])
 
-    def _sent(
-        self, num_bytes: int | float, workload: Workload, hardware: Hardware
-    ) -> tuple[Traffic, Receivers]:
+    def _sent(self, of: Pass, num_bytes: int | float) -> tuple[Traffic, Receivers]:
         """Returns the traffic of a step in which each rank sends to the next."""
-        size = hardware.node_size(workload.num_ranks)
-        if size == workload.num_ranks:
+        size = of.hardware.node_size(of.workload.num_ranks)
+        if size == of.workload.num_ranks:
             return Traffic(float(num_bytes), 0.0, float(num_bytes), 0.0), NEXT_RANK
         inside = num_bytes if size > 1 else 0.0  # the last rank of a node sends to the next node
         means = num_bytes * (1 - 1 / size), num_bytes / size
@@ -318,16 +312,15 @@ class Hamilton(RingFamily):
         nodes = num_ranks // hardware.node_size(num_ranks)
         return (cls(), cls(nodes=nodes)) if nodes > 1 else (cls(),)
 
-    def _sent(
-        self, num_bytes: int | float, workload: Workload, hardware: Hardware
-    ) -> tuple[Traffic, Receivers]:
+    def _sent(self, of: Pass, num_bytes: int | float) -> tuple[Traffic, Receivers]:
         """Returns the traffic of a step: a chunk to every other rank, or one to the next node.
 
         The cycles determine which chunks are present in a step. With packed documents, the
         computations differed from those of `Zigzag`, which are predicted, by less than 8 % for n =
         8, and by up to 25 % for n = 16. Nodes that are not those of the hardware count as none.
         """
-        num_ranks, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
+        num_ranks, hardware = of.workload.num_ranks, of.hardware
+        size = hardware.node_size(num_ranks)
         if self.nodes == 1 or self.nodes != num_ranks // size:
             return spread(num_bytes, num_ranks, hardware), all_others(num_ranks, hardware)
         chunks = size - (size in (3, 5))  # see `two_level_maps`
@@ -342,15 +335,11 @@ def _schedule_of(make: Callable[..., Any], *sizes: int) -> CycleSchedule:
 
 
 def _hashable_rows(rows: Any) -> Any:
-    """Converts rows to tuples; leaves other values for the check."""
+    """Converts rows to tuples, of Python's integers; leaves other values for the check."""
     if rows is None or isinstance(rows, str):
         return rows
+    plain = lambda x: int(x) if isinstance(x, np.integer) else x
     try:
-        return tuple(tuple(map(_plain, row)) for row in rows)
+        return tuple(tuple(map(plain, row)) for row in rows)
     except TypeError:
         return rows
-
-
-def _plain(number: Any) -> Any:
-    """Converts NumPy integers to Python's, so that messages look the same."""
-    return int(number) if isinstance(number, np.integer) else number

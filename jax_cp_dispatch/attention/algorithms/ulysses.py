@@ -26,8 +26,8 @@ from jax_cp_dispatch.attention.algorithms.exchange_once import (
     gather_attend,
 )
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
-from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
-from jax_cp_dispatch.cost.attention import all_others, attention_seconds, spread, step_cost
+from jax_cp_dispatch.cost import Hardware, StepCost, Workload
+from jax_cp_dispatch.cost.attention import Pass, all_others, attention_seconds, spread, step_cost
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
@@ -324,9 +324,7 @@ class Ulysses(Algorithm):
         divide = workload.num_heads % workload.num_ranks == 0
         return (cls(),) if divide and workload.latent_size is None else ()
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """The all-to-all before attention, a share of the heads, and the all-to-all after.
 
         Forward, q, k and v, then the output. Backward, dout, then dq, dk and dv: in float32 if KV
@@ -335,6 +333,7 @@ class Ulysses(Algorithm):
         the ranks of a node share the heads, and its steps between nodes take the place of the
         computation.
         """
+        workload, hardware, backward, _ = of
         rows, n = workload.rows_per_rank, workload.num_ranks
         if self.outer is not None:
             n = hardware.node_size(n)
@@ -346,15 +345,19 @@ class Ulysses(Algorithm):
         copies = 1
         if workload.latent_size is None:
             copies = kv_copies(workload.num_heads, workload.num_kv_heads, n)
-        compute = [StepCost(self._compute(workload, hardware, copies, backward=backward), 0.0, 0.0)]
         if self.outer is not None:
             part, links, _ = outer_workload(workload, hardware)
             compute = self.outer.step_costs(part, hardware=links, backward=backward)
+        else:
+            # Repeated KV heads share no products: on 8 virtual devices, with four copies it took
+            # 1.2 of the time of "placed", and without copies 0.9.
+            sizes: Any = {"q_rows": rows, "kv_rows": copies * rows, "is_planned": copies > 1}
+            seconds = attention_seconds(of, equal_pairs(workload, hardware), **sizes)
+            compute = [StepCost(seconds, 0.0, 0.0)]
 
         def exchange(num_bytes: float) -> StepCost:
             sent = spread(num_bytes * (n - 1) / n, n, hardware)
-            options = all_others(n, hardware), workload, hardware
-            return step_cost(0.0, sent, *options, own_bytes=num_bytes / n)
+            return step_cost(of, 0.0, sent, all_others(n, hardware), num_bytes / n)
 
         q, are_sums = float(workload.q_bytes(rows)), copies > 1 and self.outer is None
         if workload.latent_size is not None:  # go whole to every rank
@@ -363,26 +366,11 @@ class Ulysses(Algorithm):
         before, after = (q, q + kv) if backward else (q + kv, q)
         return [exchange(before), *compute, exchange(after)]
 
-    def _compute(
-        self, workload: Workload, hardware: Hardware, copies: int, *, backward: bool
-    ) -> float:
-        rows = workload.rows_per_rank
-        return attention_seconds(
-            equal_pairs(workload, hardware),
-            *(workload, hardware),
-            q_rows=rows,
-            kv_rows=copies * rows,
-            backward=backward,
-            # Repeated KV heads share no products: on 8 virtual devices, with four copies it took
-            # 1.2 of the time of "placed", and without copies 0.9.
-            is_planned=copies > 1,
-        )
-
-    def _pairs(self, workload: Workload, hardware: Hardware) -> Any:
+    def _pairs(self, of: Pass) -> Any:
         if self.outer is None:
-            return super()._pairs(workload, hardware)
-        part, links, size = outer_workload(workload, hardware)
-        return self.outer._pairs(part, links) / size  # of all heads
+            return super()._pairs(of)
+        *part, size = outer_workload(of.workload, of.hardware)
+        return self.outer._pairs(Pass(*part)) / size  # of all heads
 
     def rearrangement_seconds(
         self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
