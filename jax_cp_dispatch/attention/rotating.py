@@ -187,15 +187,16 @@ def attend_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, ra
     return *seen.result(*shape), max_logits
 
 
-def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, whole, rank=None):
+def gradient_steps(
+    rotation: Rotation, operands: Operands, ranges: TokenRanges, whole: SoftmaxGradients, rank=None
+):
     """Returns unrounded gradients of q, of what rotates, and of weights or None.
 
-    `whole`: out, lse, dout, dlse. `rank`: see `attend_steps`.
+    `rank`: see `attend_steps`.
     """
     call, schedule, passes = rotation.call, rotation.schedule, rotation.passes
     exchange = call.exchange if rank is None else None
     queries, own, used = rotation.tile(operands.q, operands.moved, ranges)
-    whole = SoftmaxGradients(*whole)  # a profile passes a tuple
     cotangents = tile_cotangents(passes, used, whole, rotation.num_groups)
     B = rotation.q_shape[0]
 

@@ -45,11 +45,7 @@ from jax_cp_dispatch.documents.documents import (
     with_segment_ids,
 )
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint, rank_fingerprint
-from jax_cp_dispatch.documents.layouts import (
-    SequenceLayout,
-    contiguous_layout,
-    zigzag_layout,
-)
+from jax_cp_dispatch.documents.layouts import SequenceLayout, contiguous_layout, zigzag_layout
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.metadata import Metadata
@@ -118,10 +114,9 @@ class Balanced(Algorithm):
         return (cls(),) if layout == "contiguous" else ()
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
-        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
         heads: Any = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
-        config = dataclasses.replace(self.config, **heads, ranks_per_node=ranks_per_node)
-        return plan_attention(lengths=workload.rows, mask=workload.mask, config=config, **sizes)
+        config = dataclasses.replace(self.config, **heads)
+        return plan_attention(**arguments_for_plan(workload, hardware, config))
 
     def _steps(self, of: Pass) -> list[StepCost]:
         """Queries, keys and values are sent, all ranks do equal work, and the output returns.
@@ -183,9 +178,7 @@ class Placed(Algorithm):
 
     def placement_for(self, workload: Workload, hardware: Hardware) -> Placement:
         """Places the tokens of a workload for the nodes of the hardware."""
-        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
-        config = PlanConfig(ranks_per_node=ranks_per_node)
-        return place_tokens(workload.rows, **sizes, mask=workload.mask, config=config)
+        return place_tokens(**arguments_for_plan(workload, hardware, PlanConfig()))
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
         return self.placement_for(workload, hardware).plan
@@ -340,11 +333,12 @@ class PlannedMovement(Movement):
         return returning(arrays, getattr(gathered, f"{name}_metadata"), **options)
 
 
-def sizes_for_plan(workload: Workload, hardware: Hardware) -> tuple[dict[str, Any], int | None]:
-    """Returns the sizes of a plan for a workload, and the ranks of each of several nodes."""
+def arguments_for_plan(workload: Workload, hardware: Hardware, config: PlanConfig) -> Any:
+    """Returns what plans a workload, for the nodes of the hardware."""
     n, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
-    sizes = {"world_size": n, "columns": n * workload.tokens_per_rank}
-    return sizes, size if size < n else None
+    config = dataclasses.replace(config, ranks_per_node=size if size < n else None)
+    documents = {"lengths": workload.rows, "columns": n * workload.tokens_per_rank}
+    return documents | {"world_size": n, "mask": workload.mask, "config": config}
 
 
 def moves_of_plan(plan: Plan | None, hardware: Hardware) -> Moves | None:

@@ -14,13 +14,8 @@ from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, Batch, RankProgram, Shape
-from jax_cp_dispatch.attention.key_chunks import (
-    Chunking,
-    CycleSchedule,
-    DirectSchedule,
-    Schedule,
-)
-from jax_cp_dispatch.attention.local.ranges import pass_options, rank_blocks
+from jax_cp_dispatch.attention.key_chunks import Chunking, CycleSchedule, DirectSchedule, Schedule
+from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, pass_options, rank_blocks
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs, key_shapes
 from jax_cp_dispatch.attention.rotating import (
     Rotation,
@@ -82,8 +77,7 @@ class RingFamily(Algorithm):
         rearranges = self.computes_in_zigzag(mask) and call.num_ranks > 1
         rearranges &= call.order.layout == "contiguous"
         make = halves_in_zigzag if rearranges else contiguous_layout
-        if call.order.layout == "zigzag":
-            make = zigzag_layout
+        make = zigzag_layout if call.order.layout == "zigzag" else make
         layout = make(call.num_ranks, T)
         chunking = Chunking.of(layout, schedule.num_chunks)
         blocks = rank_blocks(layout.num_rows, chunking.most_tokens, N, K, rows=256)
@@ -107,8 +101,8 @@ class RingFamily(Algorithm):
             out, lse, _ = attend_steps(rotation, operands, of_tokens, rank)
             if not backward:
                 return out, lse
-            outputs = out, lse, out.astype(q.dtype), None
-            dq, dkv, _ = gradient_steps(rotation, operands, of_tokens, outputs, rank)
+            whole = SoftmaxGradients(out, lse, out.astype(q.dtype))
+            dq, dkv, _ = gradient_steps(rotation, operands, of_tokens, whole, rank)
             return out, dq, *dkv
 
         packed = jax.tree.map(jnp.asarray, packed)
@@ -141,10 +135,8 @@ class RingFamily(Algorithm):
 
     def _pairs(self, of: Pass) -> Float64[np.ndarray, " num_ranks"]:
         zigzag = self.computes_in_zigzag(of.workload.visible)
-        pairs, rank = (
-            pairs_between_ranks(of.workload, zigzag=zigzag),
-            np.arange(of.workload.num_ranks),
-        )
+        pairs = pairs_between_ranks(of.workload, zigzag=zigzag)
+        rank = np.arange(of.workload.num_ranks)
         return np.array([decisive_pairs(pairs[rank, rank - step], of.hardware) for step in rank])
 
     def _sent(self, of: Pass, num_bytes: int | float) -> tuple[Traffic, Receivers]:
@@ -164,8 +156,8 @@ class RingFamily(Algorithm):
         The backward pass rearranges dout, and dq, dk and dv back.
         """
         num_ranks, rows = workload.num_ranks, workload.rows_per_rank
-        is_there = layout == "zigzag" or not self.computes_in_zigzag(workload.visible)
-        if is_there or num_ranks == 1:
+        moves = layout != "zigzag" and self.computes_in_zigzag(workload.visible)
+        if not moves or num_ranks == 1:
             return 0.0
         q, kv = workload.q_bytes(rows), workload.kv_bytes(rows)
         inside = hardware.node_size(num_ranks) == num_ranks

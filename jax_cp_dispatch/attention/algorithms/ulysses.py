@@ -253,14 +253,14 @@ class Ulysses(Algorithm):
     its own. Residuals per rank: its heads of q, k, v and the output, of all tokens, its lse, and
     the ranges of all tokens.
 
-    With `outer`, the heads are shared over the last axis of `axis_name` alone, for example inside
-    a node. The ranks that share them are one rank of the outer algorithm over the axes before it,
-    which moves their heads of keys, and whose steps and residuals these are. The KV heads that a
-    rank holds are those of its query heads; their gradients return in the dtype of k.
+    With `outer`, pass several axes as `axis_name`. The heads are shared over the last axis alone,
+    for example inside a node. The ranks that share them are together one rank of the outer
+    algorithm, which runs over the other axes, for each share of the heads. Steps and residuals are
+    then those of the outer algorithm. Gradients of KV heads return in the dtype of k.
 
     Attributes:
-      outer: the algorithm over the axes before the last, for example `Zigzag()`; None: the heads
-        are shared over all ranks. It plans in the call, if it plans.
+      outer: the algorithm over all axes but the last, for example `Zigzag()`. If it follows a plan,
+        it makes the plan in the call. None: the heads are shared over all axes.
     References:
       Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, USP (arXiv:2405.07719).
     """
