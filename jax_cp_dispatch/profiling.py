@@ -41,12 +41,7 @@ from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.local.passes import attend_blocks
 from jax_cp_dispatch.attention.local.ranges import OnlineSoftmax, check_softmax
 from jax_cp_dispatch.attention.operands import Call, Operands, check_rows
-from jax_cp_dispatch.attention.rotating import (
-    Rotation,
-    attend_sequence,
-    rearranged,
-    token_ranges,
-)
+from jax_cp_dispatch.attention.rotating import Rotation, attend_sequence, rearranged, token_ranges
 from jax_cp_dispatch.comm_gemm import CommGemmChoice
 from jax_cp_dispatch.cycles import CycleRows
 from jax_cp_dispatch.documents.documents import (
@@ -453,9 +448,6 @@ def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: Documents):
         _, rows, key_ranges = rotation.held_keys(held, ranges, step)
         return attend_blocks(rotation.passes, queries, key_ranges, rotation.key_blocks(rows), seen)
 
-    def finish(seen):
-        return seen.result(rotation.q_shape, rotation.num_groups)[0].astype(dtype)
-
     q, k, v = move("to zigzag", lambda *x: rearranged(rotation, x), q, k, v)
     _, (ranges, queries, own, seen) = steps.run(begin, q, k, v, packed)
     held = own
@@ -467,7 +459,8 @@ def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: Documents):
             parts = {COMMUNICATION: (fetch, own, held, number), **parts}
         *fetched, seen = steps.step(f"step {step}", **parts)
         held = fetched[0] if fetched else held
-    _, out = steps.run(finish, seen)
+    out = lambda seen: seen.result(rotation.q_shape, rotation.num_groups)[0].astype(dtype)
+    _, out = steps.run(out, seen)
     return move("from zigzag", lambda out: rearranged(rotation, (out,), back=True)[0], out)
 
 

@@ -175,15 +175,10 @@ def ring_exchange(
       ValueError, NotImplementedError: the implementation is unknown, or not available here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
-    exchange = read_options(
-        "ring_exchange",
-        axis_name,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
-    check_integer("ring_exchange", "shift", shift)
-    num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
+    op = "ring_exchange"
+    exchange = read_options(op, axis_name, None, implementation, deadline, num_comm_sm)
+    check_integer(op, "shift", shift)
+    num_ranks = num_ranks_here(op, axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
     moved = move_chunks(exchange, chunks, (route,))
@@ -219,19 +214,14 @@ def chunk_exchange(
       ValueError: the maps contradict each other, or do not match the axis or the chunks.
       NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
     """
-    exchange = read_options(
-        "chunk_exchange",
-        axis_name,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
-    num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
-    num_chunks, out_chunk = check_chunk_maps("chunk_exchange", out_chunk, in_chunk, num_ranks)
+    op = "chunk_exchange"
+    exchange = read_options(op, axis_name, None, implementation, deadline, num_comm_sm)
+    num_ranks = num_ranks_here(op, axis_name, "dispatch")
+    num_chunks, out_chunk = check_chunk_maps(op, out_chunk, in_chunk, num_ranks)
     for leaf in jax.tree.leaves(chunks):
         if jnp.shape(leaf)[:1] != (num_chunks,):
             raise ValueError(
-                f"chunk_exchange: an array has shape {jnp.shape(leaf)} but the maps name "
+                f"{op}: an array has shape {jnp.shape(leaf)} but the maps name "
                 f"{num_chunks} chunks, which its first axis must count."
             )
     if num_chunks == 0:

@@ -289,30 +289,23 @@ class PlannedMovement(Movement):
         return_lse = self.call.return_lse
         if gathered.q_metadata is None:
             return Exchange(None, lambda _: (out[0], lse[0].T if return_lse else None))
-        returned: Any = out[0]
-        if return_lse:
-            # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and
-            # an lse of 0 as the smallest normal number: no sum of exponentials differs by it.
-            sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
-            returned = out[0], jnp.where(lse == -jnp.inf, 0, sent)[0].T
+        # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and an
+        # lse of 0 as the smallest normal number: no sum of exponentials differs by it.
+        sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
+        lses = [jnp.where(lse == -jnp.inf, 0, sent)[0].T] if return_lse else []
 
         def read(came):
-            if not return_lse:
-                return named_context(came[0]), None
-            out, lse = named_context(came[0])
-            return out, jnp.where(lse == 0, -jnp.inf, lse)
+            out, *lses = named_context(came[0])
+            return out, jnp.where(lses[0] == 0, -jnp.inf, lses[0]) if lses else None
 
         # The output is NaN for a wrong fingerprint, where there are no errors.
-        moved = self._returning(gathered, "q", returned, fingerprint=gathered.fingerprint)
+        moved = self._returning(gathered, "q", [out[0], *lses], fingerprint=gathered.fingerprint)
         return Exchange([moved], read)
 
     def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
         own = tuple(x for x in cotangents if x is not None)
-        attended = lambda x: Outputs(*(y[None] for y in x))
-        if gathered.q_metadata is None:
-            return Exchange(None, lambda _: attended(own))
-        moved = [self._outgoing(gathered, "q", own)]
-        return Exchange(moved, lambda came: attended(came[0]))
+        moved = None if gathered.q_metadata is None else [self._outgoing(gathered, "q", own)]
+        return Exchange(moved, lambda came: Outputs(*(x[None] for x in (came[0] if came else own))))
 
     def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
         # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.

@@ -147,20 +147,14 @@ def sum_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B 
     return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))
 
 
-def _repeat_forward(x: Array, copies: int) -> tuple[Array, None]:
-    return repeat_heads(x, copies), None
-
-
 def _repeat_backward(copies: int, _: None, dx: Array) -> tuple[Array]:
     return (dx if copies == 1 else sum_copies(dx, copies).astype(dx.dtype),)
 
 
-repeat_heads.defvjp(_repeat_forward, _repeat_backward)
+repeat_heads.defvjp(lambda x, copies: (repeat_heads(x, copies), None), _repeat_backward)
 
 
 # ---- Heads shared over the last mesh axis, and another algorithm over the axes before it (USP).
-
-
 #
 # The ranks of the last axis hold consecutive parts of the sequence, in zigzag order consecutive
 # blocks from both ends. So together they are one rank of the axes before it, with all their tokens,
