@@ -308,7 +308,12 @@ class Schedule(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def num_chunks(self) -> int: ...
+    def routes(self) -> Routes:
+        """Where the chunks in each slot of each rank go after each step."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.routes)
 
     @abc.abstractmethod
     def held(self, rank, step) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
@@ -343,11 +348,7 @@ class CycleSchedule(Schedule):
     rows: tuple[tuple[int, ...], ...]
 
     @property
-    def num_chunks(self) -> int:
-        return len(self.rows)
-
-    @property
-    def _routes(self) -> Routes:
+    def routes(self) -> Routes:
         nexts = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in self.rows]
         return tuple(tuple(following[rank] for rank in sorted(following)) for following in nexts)
 
@@ -355,14 +356,14 @@ class CycleSchedule(Schedule):
         rows, n = np.array(self.rows, np.int32), len(self.rows[0])
         place = take_in_bounds(np.argsort(rows, axis=1).astype(np.int32).T, rank)
         _, source = divided(place + n - step, n)
-        chunk = np.arange(self.num_chunks, dtype=np.int32)
+        chunk = np.arange(len(rows), dtype=np.int32)
         return take_in_bounds(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk)
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
-        return move_chunks(exchange, held, self._routes, fingerprint)
+        return move_chunks(exchange, held, self.routes, fingerprint)
 
     def return_gradients(self, exchange, travelling, home, step):
-        return move_chunks(exchange, travelling, self._routes), home
+        return move_chunks(exchange, travelling, self.routes), home
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,33 +377,30 @@ class DirectSchedule(Schedule):
     num_ranks: int
 
     @property
-    def num_chunks(self) -> int:
-        return self.num_ranks - 1
-
-    @property
-    def _routes(self) -> Routes:
+    def routes(self) -> Routes:
         n = self.num_ranks
         return tuple(tuple((rank + 1 + slot) % n for rank in range(n)) for slot in range(n - 1))
 
     def _chunks(self, step):
         """Returns the chunk in each slot at `step` >= 1."""
-        first = np.arange(self.num_chunks, dtype=np.int32) + 1 + self.num_chunks
-        return divided(jnp.asarray(first) - step, self.num_chunks)[1]
+        num_chunks = self.num_ranks - 1
+        first = np.arange(num_chunks, dtype=np.int32) + 1 + num_chunks
+        return divided(jnp.asarray(first) - step, num_chunks)[1]
 
     def held(self, rank, step):
-        slot = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        slot = jnp.arange(self.num_ranks - 1, dtype=jnp.int32)
         is_own = jnp.asarray(step) == 0
         _, peer = divided(rank + self.num_ranks - 1 - slot, self.num_ranks)
         return jnp.where(is_own, rank, peer), jnp.where(is_own, slot, self._chunks(step))
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         chunks = jax.tree.map(lambda x: x[self._chunks(step + 1)], own)
-        return move_chunks(exchange, chunks, self._routes, fingerprint)
+        return move_chunks(exchange, chunks, self.routes, fingerprint)
 
     def begin(self, gradients):
         return jax.tree.map(jnp.zeros_like, gradients), gradients
 
     def return_gradients(self, exchange, travelling, home, step):
-        back = move_chunks(exchange, travelling, reverse(self._routes))
+        back = move_chunks(exchange, travelling, reverse(self.routes))
         slots = jnp.argsort(self._chunks(step - 1))
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)

@@ -116,10 +116,8 @@ class Rotation:
         `[B S, F]`; and which of them each query sees.
         """
         rank = lax.axis_index(self.call.exchange.axis_name) if rank is None else rank
-        order, block = (
-            self.chunking.key_order(*self.schedule.held(rank, step)),
-            self.passes.block_kv,
-        )
+        block = self.passes.block_kv
+        order = self.chunking.key_order(*self.schedule.held(rank, step))
         num_rows = -(-self.chunking.most_tokens // block) * block
         rows = [order.in_order(x, num_rows) for x in held]
         if self.call.expansion is not None:
