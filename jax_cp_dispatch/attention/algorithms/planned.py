@@ -373,23 +373,23 @@ def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool)
 class Halo(Algorithm):
     """Each rank receives the keys that its queries still see, from the ranks before and after.
 
-    Queries stay. `Mask.reach` says how many keys before and after itself a query sees at most. So
-    many rows of keys and values move across each border of a rank's part of the sequence, in one
-    exchange, from all ranks that hold them; in zigzag layout a rank has two parts. The rank then
-    attends in one call. Documents shorten what a query sees, not what moves. Tokens stay in place.
+    Queries stay, and tokens keep their order. `Mask.reach` says how many tokens before and after
+    itself a query sees. A rank receives the keys and values of that many tokens before and after
+    its own, from all ranks that hold some, in one exchange, and attends in one call. In zigzag
+    layout it holds two parts of the sequence, and receives the tokens around each. Shorter
+    documents do not reduce what moves.
 
-    Use it for windows and chunks shorter than the sequence. On a side where the mask has no limit,
-    a rank receives all rows of that side: causal attention takes the memory of all keys. Masks with
-    arrays, and windows with first tokens, have no reach that is known before the batch, and are
-    refused.
+    Use it for windows and chunks that are shorter than the sequence. On a side where the mask has
+    no limit, a rank receives all tokens: for causal attention, memory holds all keys. Masks whose
+    reach depends on the batch are refused: those of arrays, and windows with first tokens.
 
     The gradients of keys and values return by the transpose of the same exchange, are summed over
     the ranks in float32, and rounded once. Residuals per rank: q, the held k and v, the output, its
     lse, and the ranges of its rows.
 
     Attributes:
-      layout: the order of tokens, "contiguous" or "zigzag", for which `predict` and `describe`
-        answer. A call has the order of its documents instead.
+      layout: the order of tokens that predictions assume: "contiguous" or "zigzag". Calls do not
+        read it: they take the order of their documents.
     """
 
     name: ClassVar[str] = "halo"
