@@ -246,7 +246,7 @@ def pipelined_over_heads(
         back = give_back(all_outputs[-1]) if all_outputs else None
         if following is not None and following.moved is not None:
             arrays = [argument.arrays for argument in following.moved]
-            # It starts when the inputs have come.
+            # That exchange starts after the inputs of this part have come.
             arrays, inputs = jax.lax.optimization_barrier((arrays, inputs))
             moved = [x._replace(arrays=y) for x, y in zip(following.moved, arrays, strict=True)]
             coming, inputs = start(options, moved, inputs)
