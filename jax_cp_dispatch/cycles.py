@@ -1,10 +1,7 @@
 """Cycles over ranks, on which chunks travel so that every link carries one chunk per step.
 
-`decomposition`: Hamiltonian cycles that use each link once. `paths`: Hamiltonian paths inside a
-  node. `two_level`: cycles over nodes of ranks. `sources`: whose chunk a rank holds at each
-  step. `maps`: which chunk each rank sends to each other rank. `integer_rows`: checks of a
-  caller's cycles and maps. Everything is plain integers: nothing is traced, equal arguments give
-  equal results in every process, and every call returns new lists.
+Everything is plain integers: nothing is traced, equal arguments give equal results in every
+process, and every call returns new lists.
 """
 
 from collections.abc import Sequence
@@ -21,19 +18,10 @@ CycleRows = Sequence[Sequence[int]] | Integer[np.ndarray, "rows columns"]
 Checked = tuple[tuple[int, ...], ...]
 
 
-def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles") -> Checked:
-    """Rejects cycles that would put two chunks on one link.
+def check_cycles(op: str, cycles: CycleRows, num_ranks: int) -> Checked:
+    """Rejects cycles that would put two chunks on one link; returns tuples of Python integers.
 
-    Args:
-      cycles: rows of ranks, each a permutation of `range(num_ranks)`; the last rank sends to the
-        first. At least one row; none for one rank, where nothing moves.
-      num_ranks: number of ranks.
-      op: the calling function, for error messages.
-    Returns:
-      The rows, as tuples of Python integers.
-    Raises:
-      ValueError: a row is not such a permutation, or two rows use the same link in one direction.
-      TypeError: rows of anything but integers.
+    Each row is a permutation of the ranks; the last one sends to the first. One rank has no cycles.
     """
     rows = integer_rows(op, "cycles", cycles)
     everyone = set(range(num_ranks))
@@ -65,23 +53,12 @@ def check_cycles(cycles: CycleRows, num_ranks: int, *, op: str = "check_cycles")
 
 
 def check_chunk_maps(
-    out_chunk: CycleRows, in_chunk: CycleRows, num_ranks: int, *, op: str = "check_chunk_maps"
-) -> tuple[int, Checked, Checked]:
-    """Rejects maps that would lose or overwrite a chunk.
+    op: str, out_chunk: CycleRows, in_chunk: CycleRows, num_ranks: int
+) -> tuple[int, Checked]:
+    """Rejects maps that would lose or overwrite a chunk; see `chunk_maps`.
 
-    Args:
-      out_chunk: for ranks a, b the chunk that a sends to b, or -1.
-      in_chunk: for ranks a, b the slot in which a receives the chunk from b, or -1: the transpose
-        of `out_chunk`, because a chunk keeps its number.
-      num_ranks: rows and columns of both.
-      op: the calling function, for error messages.
-    Returns:
-      The number of chunks (the largest number sent, plus 1), and both maps as tuples of Python
-      integers.
-    Raises:
-      ValueError: a map has another shape, sends to the sender, or contains a number below -1; a
-        rank sends a chunk twice, or fills a slot twice; the maps contradict each other.
-      TypeError: rows of anything but integers.
+    Returns the number of chunks (the largest number sent, plus 1), and `out_chunk` as tuples of
+    Python integers.
     """
     maps = {
         "out_chunk": integer_rows(op, "out_chunk", out_chunk),
@@ -116,14 +93,14 @@ def check_chunk_maps(
                     f"in_chunk[{receiver}][{sender}] is {slot}. The maps must be each other's "
                     "transpose. Use chunk_maps, which makes both."
                 )
-    return 1 + max(map(max, sent)), sent, received
+    return 1 + max(map(max, sent)), sent
 
 
 def ranks_and_cycles(op: str, cycles: CycleRows) -> tuple[int, Checked]:
     """Returns checked cycles and their number of ranks: the length of the first row, or 1."""
     rows = integer_rows(op, "cycles", cycles)
     num_ranks = max(1, len(rows[0])) if rows else 1
-    return num_ranks, check_cycles(rows, num_ranks, op=op)
+    return num_ranks, check_cycles(op, rows, num_ranks)
 
 
 def integer_rows(op: str, name: str, rows: Any) -> Checked:
@@ -177,7 +154,7 @@ def hamiltonian_cycles(n: int) -> list[list[int]]:
         return [[0, 1]] if n == 2 else []
     cycles = _odd(n) if n % 2 else _even(n)
     # n - 1 cycles that share no link use all links.
-    if len(check_cycles(cycles, n)) != n - 1:
+    if len(check_cycles("hamiltonian_cycles", cycles, n)) != n - 1:
         raise RuntimeError(f"hamiltonian_cycles: found {len(cycles)} cycles for n={n}. Report it.")
     return cycles
 
@@ -290,43 +267,22 @@ def hamiltonian_paths(m: int) -> list[list[int]]:
     return sorted(row[gap + 1 :] + row[:gap] for row, gap in zip(cycles, gaps, strict=True))
 
 
-def cut_cycles(m: int) -> list[list[int]]:
-    """Returns the m - 1 cycles over an odd number of ranks, each without one arc.
-
-    No two of these paths start or end at the same rank; none starts or ends at rank m - 1.
-    """
-    # Rank m - 1 comes first in every row; the rest are translations of the first row. The arc
-    # between the next two ranks is removed.
-    return sorted(row[2:] + row[:2] for row in hamiltonian_cycles(m))
-
-
 # ---- Maps: which chunk each rank sends to each other; whose chunk it holds at each step.
 
 
 def cycles_of_maps(
-    out_chunk: CycleRows, in_chunk: CycleRows, num_ranks: int, *, op: str = "cycles_of_maps"
+    op: str, out_chunk: CycleRows, in_chunk: CycleRows, num_ranks: int
 ) -> list[list[int]]:
-    """Returns the cycle of each chunk from the ranks' maps: the inverse of `chunk_maps`.
-
-    Args:
-      out_chunk: for ranks a, b the chunk that a sends to b, or -1.
-      in_chunk: for ranks a, b the chunk that a receives from b, or -1: the transpose.
-      num_ranks: rows and columns of both.
-      op: the calling function, for error messages.
-    Returns:
-      A row of ranks for each chunk, starting at rank 0.
-    Raises:
-      ValueError: as in `check_chunk_maps`; or a chunk does not visit every rank.
-      TypeError: rows of anything but integers.
-    """
-    num_chunks, sent, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op=op)
+    """Returns the cycle of each chunk, starting at rank 0: the inverse of `chunk_maps`."""
+    num_chunks, sent = check_chunk_maps(op, out_chunk, in_chunk, num_ranks)
+    receiver = [{chunk: peer for peer, chunk in enumerate(row) if chunk >= 0} for row in sent]
     rows = []
     for chunk in range(num_chunks):
         # A rank sends and receives a chunk once, so its path ends, or returns to rank 0.
-        row, following = [0], _receiver(sent[0], chunk)
+        row, following = [0], receiver[0].get(chunk, -1)
         while following > 0:
             row.append(following)
-            following = _receiver(sent[following], chunk)
+            following = receiver[following].get(chunk, -1)
         if following < 0 or len(row) != num_ranks:
             end = "ends there" if following < 0 else "returns there too early"
             raise ValueError(
@@ -335,11 +291,6 @@ def cycles_of_maps(
             )
         rows.append(row)
     return rows
-
-
-def _receiver(sent: Sequence[int], chunk: int) -> int:
-    """Returns the rank to which a chunk is sent, or -1."""
-    return sent.index(chunk) if chunk in sent else -1
 
 
 def chunk_maps(cycles: CycleRows) -> tuple[list[list[int]], list[list[int]]]:
@@ -440,7 +391,12 @@ def two_level_cycles(m: int, u: int, *, rail_aligned: bool = False) -> list[list
         )
     if u == 1:
         return hamiltonian_cycles(m)
-    paths = cut_cycles(m) if m in (3, 5) else hamiltonian_paths(m)
+    if m in (3, 5):
+        # Rank m - 1 comes first in every cycle; the rest are translations of the first row. Without
+        # the arc between the next two ranks, no two paths start or end at one rank, or at m - 1.
+        paths = sorted(row[2:] + row[:2] for row in hamiltonian_cycles(m))
+    else:
+        paths = hamiltonian_paths(m)
     # For even m the path that starts where path i ends, i + m/2, ends where path i starts.
     opposite = paths[m // 2 :] + paths[: m // 2] if rail_aligned else paths
     return [

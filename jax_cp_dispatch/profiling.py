@@ -38,15 +38,10 @@ from jax_cp_dispatch.attention.algorithms import (
 )
 from jax_cp_dispatch.attention.algorithms.algorithm import RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
-from jax_cp_dispatch.attention.local.ranges import check_softmax
+from jax_cp_dispatch.attention.local.passes import attend_blocks
+from jax_cp_dispatch.attention.local.ranges import OnlineSoftmax, check_softmax
 from jax_cp_dispatch.attention.operands import Call, Operands, check_rows
-from jax_cp_dispatch.attention.rotating import (
-    Rotation,
-    attend_sequence,
-    from_layout,
-    to_layout,
-    token_ranges,
-)
+from jax_cp_dispatch.attention.rotating import Rotation, attend_sequence, rearranged, token_ranges
 from jax_cp_dispatch.comm_gemm import CommGemmChoice
 from jax_cp_dispatch.cycles import CycleRows
 from jax_cp_dispatch.documents.documents import (
@@ -442,12 +437,14 @@ def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: Documents):
 
     def begin(q, k, v, packed):
         ranges = token_ranges(rotation, packed, (B, T))._replace(fault=None)
-        return ranges, *rotation.begin(q, (k, v), ranges)
+        queries, own, _ = rotation.tile(q, (k, v), ranges)
+        return ranges, queries, own, OnlineSoftmax.of_nothing(queries, rotation.value_size)
 
     def attend(queries, ranges, held, seen, step):
-        return rotation.add_keys(queries, ranges, held, seen, rotation.key_order(step), None)
+        _, rows, key_ranges = rotation.held_keys(held, ranges, step)
+        return attend_blocks(rotation.passes, queries, key_ranges, rotation.key_blocks(rows), seen)
 
-    q, k, v = move("to zigzag", lambda *x: to_layout(rotation, x), q, k, v)
+    q, k, v = move("to zigzag", lambda *x: rearranged(rotation, x), q, k, v)
     _, (ranges, queries, own, seen) = steps.run(begin, q, k, v, packed)
     held = own
     for step in range(num_ranks):
@@ -458,8 +455,9 @@ def _run_steps(rotation: Rotation, steps: _Steps, q, k, v, packed: Documents):
             parts = {COMMUNICATION: (fetch, own, held, number), **parts}
         *fetched, seen = steps.step(f"step {step}", **parts)
         held = fetched[0] if fetched else held
-    _, out = steps.run(lambda seen: rotation.result(seen)[0].astype(dtype), seen)
-    return move("from zigzag", lambda out: from_layout(rotation, (out,), T)[0], out)
+    out = lambda seen: seen.result(rotation.q_shape, rotation.num_groups)[0].astype(dtype)
+    _, out = steps.run(out, seen)
+    return move("from zigzag", lambda out: rearranged(rotation, (out,), back=True)[0], out)
 
 
 _POLL = 20e-6  # seconds

@@ -66,7 +66,7 @@ def _draw_algorithm(line: Any, title: str, layout: SequenceLayout, schedule: Any
 
 def _attended(layout: SequenceLayout, schedule: Any, rank: int, step: int) -> list[_Rectangle]:
     """Returns blocks of queries with the held keys, without future keys."""
-    held = Chunking(layout, schedule.num_chunks).key_order(*schedule.held(rank, step))
+    held = Chunking.of(layout, schedule.num_chunks).key_order(*schedule.held(rank, step))
     pieces = zip(held.start.tolist(), held.length.tolist(), strict=True)
     return [
         (key, keys, query, queries)

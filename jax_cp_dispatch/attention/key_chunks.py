@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+from jaxtyping import Array, Int, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._arrays import divided, take_in_bounds
@@ -29,30 +29,28 @@ class Chunking(NamedTuple):
     """A rank's keys in C chunks; each chunk has a piece of every block, with equally many rows.
 
     If the rows of a block do not divide, its last pieces are padded.
+
+    Attributes:
+      layout: of the tokens on the ranks.
+      num_chunks: C.
+      piece_rows: rows of a piece.
+      most_tokens: the most tokens held at a step: one chunk of each number, from any ranks.
+      is_in_order: there is one chunk without padding: its rows are already in sequence order.
     """
 
     layout: SequenceLayout
     num_chunks: int
+    piece_rows: int
+    most_tokens: int
+    is_in_order: bool
 
-    @property
-    def piece_rows(self) -> int:
-        return -(-self.layout.block_rows // self.num_chunks)
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether there is one chunk without padding: its rows are already in sequence order."""
-        return self.num_chunks == 1 and bool((self.layout.lengths == self.layout.block_rows).all())
-
-    @property
-    def chunk_rows(self) -> int:
-        return self.layout.num_blocks * self.piece_rows
-
-    @property
-    def most_tokens(self) -> int:
-        """The maximum tokens held at a step: one chunk of each number, from any ranks."""
-        first = np.arange(self.num_chunks)[:, None, None] * self.piece_rows
-        lengths = np.clip(self.layout.lengths - first, 0, self.piece_rows)  # chunk, rank, block
-        return int(lengths.sum(2).max(1).sum())
+    @classmethod
+    def of(cls, layout: SequenceLayout, num_chunks: int) -> Chunking:
+        piece_rows, lengths = -(-layout.block_rows // num_chunks), layout.lengths
+        first = np.arange(num_chunks)[:, None, None] * piece_rows
+        held = np.clip(lengths - first, 0, piece_rows).sum(2)  # chunk, rank
+        is_in_order = num_chunks == 1 and bool((lengths == layout.block_rows).all())
+        return cls(layout, num_chunks, piece_rows, int(held.max(1).sum()), is_in_order)
 
     def tile(self, x: Shaped[Array, "B rows K H"]) -> Shaped[Array, "C B*K chunk_rows H"]:
         C, P = self.num_chunks, self.layout.num_blocks
@@ -60,7 +58,7 @@ class Chunking(NamedTuple):
         x = x.reshape(B, P, self.layout.block_rows, K, H)
         x = with_rows(x, C * self.piece_rows, 2)
         x = x.reshape(B, P, C, self.piece_rows, K, H)
-        return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, self.chunk_rows, H)
+        return jnp.transpose(x, (2, 0, 4, 1, 3, 5)).reshape(C, B * K, P * self.piece_rows, H)
 
     def untile(
         self, x: Shaped[Array, "C M chunk_rows H"], batch: int
@@ -91,12 +89,6 @@ class KeyOrder(NamedTuple):
     start: Int[Array, " pieces"]  # first token of each piece
     length: Int[Array, " pieces"]  # its tokens
 
-    def rows_before(self, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Returns how many rows hold tokens before each of these."""
-        start, length = (x[(None,) * token.ndim] for x in (self.start, self.length))
-        inside = jnp.minimum(jnp.maximum(token[..., None] - start, 0), length)
-        return jnp.sum(inside, axis=-1, dtype=jnp.int32)
-
     def tokens(self, num_rows: int) -> Int[Array, " S"]:
         """Returns the token of each of S = `num_rows` ordered rows; -1 after the last token."""
         row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
@@ -110,40 +102,41 @@ class KeyOrder(NamedTuple):
         """Orders the rows as S = `num_rows` rows; rows after the last token repeat any token."""
         if self.chunking.is_in_order:
             return with_rows(x[0], num_rows, 1)
-        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
-        return take_in_bounds(x, self._slot_rows(num_rows), axis=1)
-
-    def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
-        """The inverse of `in_order`; padding rows of a piece become zero."""
-        if self.chunking.is_in_order:
-            return x[None, :, : self.chunking.chunk_rows]
-        row, is_token = self._ordered_rows()
-        x = jnp.where(is_token[None, :, None], x[:, row], 0)
-        x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
-        return jnp.swapaxes(x, 0, 1)
-
-    def _slot_rows(self, num_rows: int) -> Int[Array, " S"]:
-        """Maps each ordered row to its row in slots; rows after the last token map to any row."""
-        rows, num_pieces = self.chunking.piece_rows, self.start.size
+        rows = self.chunking.piece_rows
         order = jnp.argsort(self.start).astype(jnp.int32)
         length = take_in_bounds(self.length, order)
         end = jnp.cumsum(length, dtype=jnp.int32)
         row = jnp.arange(num_rows, dtype=jnp.int32)
         piece = jnp.searchsorted(end, row, side="right", method="compare_all")
-        piece = jnp.minimum(piece, num_pieces - 1)
+        piece = jnp.minimum(piece, self.start.size - 1)
         within = jnp.minimum(row - take_in_bounds(end - length, piece), rows - 1)
-        return take_in_bounds(order, piece) * rows + within
+        x = jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
+        return take_in_bounds(x, take_in_bounds(order, piece) * rows + within, axis=1)
 
-    def _ordered_rows(self) -> tuple[Int[Array, " S"], Bool[Array, " S"]]:
-        """Maps each row in slots to its ordered row, and says whether it holds a token."""
-        rows, first = self.chunking.piece_rows, self._first_rows()
-        inside = jnp.arange(rows, dtype=jnp.int32)[None]
-        return (first[:, None] + inside).reshape(-1), (inside < self.length[:, None]).reshape(-1)
+    def in_slots(self, x: Shaped[Array, "M S H"]) -> Shaped[Array, "C M chunk_rows H"]:
+        """The inverse of `in_order`; padding rows of a piece become zero."""
+        if self.chunking.is_in_order:
+            return x[None, :, : self.chunking.layout.num_rows]
+        inside = jnp.arange(self.chunking.piece_rows, dtype=jnp.int32)[None]
+        row = (self._first_rows()[:, None] + inside).reshape(-1)
+        is_token = (inside < self.length[:, None]).reshape(-1)
+        x = jnp.where(is_token[None, :, None], x[:, row], 0)
+        x = x.reshape(x.shape[0], self.chunking.num_chunks, -1, x.shape[2])
+        return jnp.swapaxes(x, 0, 1)
 
     def _first_rows(self) -> Int[Array, " pieces"]:
         """Returns the ordered row of each piece's first token."""
         earlier = self.start[None, :] < self.start[:, None]
         return jnp.sum(jnp.where(earlier, self.length[None], 0), axis=1, dtype=jnp.int32)
+
+
+def rows_before(
+    token: Int[Array, "*shape"], start: Int[Array, " pieces"], length: Int[Array, " pieces"]
+) -> Int[Array, "*shape"]:
+    """Returns how many tokens of the pieces are before each of these tokens."""
+    start, length = (x[(None,) * token.ndim] for x in (start, length))
+    inside = jnp.minimum(jnp.maximum(token[..., None] - start, 0), length)
+    return jnp.sum(inside, axis=-1, dtype=jnp.int32)
 
 
 # ---- Exchanges in which every rank sends each chunk to at most one other rank.
@@ -182,15 +175,10 @@ def ring_exchange(
       ValueError, NotImplementedError: the implementation is unknown, or not available here.
       jax.errors.JaxRuntimeError: see `dispatch`.
     """
-    exchange = read_options(
-        "ring_exchange",
-        axis_name,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
-    check_integer("ring_exchange", "shift", shift)
-    num_ranks = num_ranks_here("ring_exchange", axis_name, "dispatch")
+    op = "ring_exchange"
+    exchange = read_options(op, axis_name, None, implementation, deadline, num_comm_sm)
+    check_integer(op, "shift", shift)
+    num_ranks = num_ranks_here(op, axis_name, "dispatch")
     route = tuple((rank + shift) % num_ranks for rank in range(num_ranks))
     chunks = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], x)
     moved = move_chunks(exchange, chunks, (route,))
@@ -226,40 +214,24 @@ def chunk_exchange(
       ValueError: the maps contradict each other, or do not match the axis or the chunks.
       NotImplementedError, jax.errors.JaxRuntimeError: see `ring_exchange`.
     """
-    exchange = read_options(
-        "chunk_exchange",
-        axis_name,
-        implementation=implementation,
-        deadline=deadline,
-        num_comm_sm=num_comm_sm,
-    )
-    num_ranks = num_ranks_here("chunk_exchange", axis_name, "dispatch")
-    num_chunks, out_chunk, _ = check_chunk_maps(out_chunk, in_chunk, num_ranks, op="chunk_exchange")
+    op = "chunk_exchange"
+    exchange = read_options(op, axis_name, None, implementation, deadline, num_comm_sm)
+    num_ranks = num_ranks_here(op, axis_name, "dispatch")
+    num_chunks, out_chunk = check_chunk_maps(op, out_chunk, in_chunk, num_ranks)
     for leaf in jax.tree.leaves(chunks):
         if jnp.shape(leaf)[:1] != (num_chunks,):
             raise ValueError(
-                f"chunk_exchange: an array has shape {jnp.shape(leaf)} but the maps name "
+                f"{op}: an array has shape {jnp.shape(leaf)} but the maps name "
                 f"{num_chunks} chunks, which its first axis must count."
             )
     if num_chunks == 0:
         return chunks
-    return move_chunks(exchange, chunks, map_routes(out_chunk, num_chunks))
-
-
-def map_routes(out_chunk: CycleRows, num_chunks: int) -> Routes:
-    """Returns the destination of each rank's chunks, from the chunk on each link."""
-    routes = np.full((num_chunks, len(out_chunk)), -1)
+    routes = np.full((num_chunks, num_ranks), -1)
     for rank, row in enumerate(out_chunk):
         for peer, chunk in enumerate(row):
             if chunk >= 0:
                 routes[chunk, rank] = peer
-    return tuple(map(tuple, routes.tolist()))
-
-
-def cycle_routes(cycles: Sequence[Sequence[int]]) -> Routes:
-    """Returns routes on which chunk c goes to its rank's successor on cycle c."""
-    successors = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in cycles]
-    return tuple(tuple(successor[rank] for rank in sorted(successor)) for successor in successors)
+    return move_chunks(exchange, chunks, tuple(map(tuple, routes.tolist())))
 
 
 def reverse(routes: Routes) -> Routes:
@@ -272,15 +244,18 @@ def reverse(routes: Routes) -> Routes:
 
 
 def move_chunks(
-    exchange: CollectiveOptions,
+    exchange: CollectiveOptions | None,
     chunks: Any,
     routes: Routes,
     fingerprint: Int32[Array, " 9"] | None = None,
 ) -> Any:
     """Moves chunk c of every rank r into slot c of rank `routes[c][r]`; other slots become zero.
 
-    Ranks compare a fingerprint first; XLA's collectives do not.
+    Ranks compare a fingerprint first; XLA's collectives do not. Without an exchange, for the
+    profile of one rank, nothing moves.
     """
+    if exchange is None:
+        return chunks
     num_chunks = len(routes)
     plan = single_rows(np.asarray(routes).T, np.arange(num_chunks))
     sent = outgoing(chunks, plan, capacity=num_chunks, fingerprint=fingerprint)
@@ -297,31 +272,25 @@ class _Permutation(NamedTuple):
     axis_name: AxisName
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        num_chunks, num_ranks = len(self.routes), len(self.routes[0])
-        peers = np.asarray(self.routes).T  # [rank, chunk]
+        peers, name = np.asarray(self.routes).T, self.axis_name  # [rank, chunk]
+        num_ranks, num_chunks = peers.shape
         others = [[peer for peer in range(num_ranks) if peer != rank] for rank in range(num_ranks)]
-        if num_chunks > 1 and np.array_equal(np.sort(peers, axis=1), others):
-            return _by_all_to_all(arrays, peers, self.axis_name)
-        pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in self.routes]
-        permute = lambda x, arcs: lax.ppermute(x, self.axis_name, arcs)
-        return [
-            jnp.stack([permute(x[chunk], arcs) for chunk, arcs in enumerate(pairs)]) for x in arrays
-        ]
+        if num_chunks == 1 or not np.array_equal(np.sort(peers, axis=1), others):
+            pairs = [[(r, to) for r, to in enumerate(route) if to >= 0] for route in self.routes]
+            permute = lambda x, arcs: lax.ppermute(x, name, arcs)
+            return [
+                jnp.stack([permute(x[c], arcs) for c, arcs in enumerate(pairs)]) for x in arrays
+            ]
+        chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; own: any value
+        chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
+        sender = np.zeros_like(peers)  # [rank, chunk]
+        sender[peers, np.arange(num_chunks)] = np.arange(num_ranks)[:, None]
+        rank = lax.axis_index(name)
+        outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
+        return [lax.all_to_all(x[outgoing], name, 0, 0)[incoming] for x in arrays]
 
     def transposed(self) -> _Permutation:
         return self._replace(routes=reverse(self.routes))
-
-
-def _by_all_to_all(arrays, peers, axis_name):
-    num_ranks, num_chunks = peers.shape
-    chunk_for = np.zeros((num_ranks, num_ranks), np.int32)  # [rank, peer]; own: any value
-    chunk_for[np.arange(num_ranks)[:, None], peers] = np.arange(num_chunks)
-    sender = np.zeros_like(peers)  # [rank, chunk]
-    sender[peers, np.arange(num_chunks)] = np.arange(num_ranks)[:, None]
-    rank = lax.axis_index(axis_name)
-    outgoing, incoming = jnp.asarray(chunk_for)[rank], jnp.asarray(sender)[rank]
-
-    return [lax.all_to_all(x[outgoing], axis_name, 0, 0)[incoming] for x in arrays]
 
 
 # ---- Schedules: which rank holds which chunks of keys and values at each step, and their routes.
@@ -330,31 +299,28 @@ def _by_all_to_all(arrays, peers, axis_name):
 # exchanges it has held every chunk of every rank once.
 
 
-class HeldChunks(NamedTuple):
-    """The content of the C slots of a rank: chunk `chunk[slot]` of rank `source[slot]`."""
-
-    source: Int[Array, " C"]
-    chunk: Int[Array, " C"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Schedule(abc.ABC):
-    """`num_ranks` steps; hashable. All methods trace, with `step` and `rank` integers or traced."""
+    """What each rank holds at each step; hashable. Methods take numbers, or traced ones.
+
+    Without an `exchange`, nothing moves.
+    """
 
     @property
     @abc.abstractmethod
-    def num_ranks(self) -> int: ...
+    def routes(self) -> Routes:
+        """Where the chunks in each slot of each rank go after each step."""
 
     @property
-    @abc.abstractmethod
-    def num_chunks(self) -> int: ...
+    def num_chunks(self) -> int:
+        return len(self.routes)
 
     @abc.abstractmethod
-    def held(self, rank, step) -> HeldChunks:
-        """Returns the chunks that `rank` holds at `step`."""
+    def held(self, rank, step) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
+        """Returns, of each slot of `rank` at `step`, whose chunk it holds, and its number."""
 
     @abc.abstractmethod
-    def fetch_keys(self, exchange: CollectiveOptions, own, held, step, fingerprint=None):
+    def fetch_keys(self, exchange: CollectiveOptions | None, own, held, step, fingerprint=None):
         """Fetches the chunks of step + 1, given a rank's own and those that it holds at `step`."""
 
     def begin(self, gradients) -> tuple[Any, Any]:
@@ -363,7 +329,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def return_gradients(
-        self, exchange: CollectiveOptions, travelling, home, step
+        self, exchange: CollectiveOptions | None, travelling, home, step
     ) -> tuple[Any, Any]:
         """Moves the gradients of step - 1 while those of `step` are computed.
 
@@ -382,25 +348,22 @@ class CycleSchedule(Schedule):
     rows: tuple[tuple[int, ...], ...]
 
     @property
-    def num_ranks(self) -> int:
-        return len(self.rows[0])
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.rows)
+    def routes(self) -> Routes:
+        nexts = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in self.rows]
+        return tuple(tuple(following[rank] for rank in sorted(following)) for following in nexts)
 
     def held(self, rank, step):
-        rows, n = np.array(self.rows, np.int32), self.num_ranks
+        rows, n = np.array(self.rows, np.int32), len(self.rows[0])
         place = take_in_bounds(np.argsort(rows, axis=1).astype(np.int32).T, rank)
         _, source = divided(place + n - step, n)
-        chunk = np.arange(self.num_chunks, dtype=np.int32)
-        return HeldChunks(take_in_bounds(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk))
+        chunk = np.arange(len(rows), dtype=np.int32)
+        return take_in_bounds(rows.reshape(-1), source + n * chunk), jnp.asarray(chunk)
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
-        return move_chunks(exchange, held, cycle_routes(self.rows), fingerprint)
+        return move_chunks(exchange, held, self.routes, fingerprint)
 
     def return_gradients(self, exchange, travelling, home, step):
-        return move_chunks(exchange, travelling, cycle_routes(self.rows)), home
+        return move_chunks(exchange, travelling, self.routes), home
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,65 +374,33 @@ class DirectSchedule(Schedule):
     each rank keeps its own for sending.
     """
 
-    size: int  # ranks
+    num_ranks: int
 
     @property
-    def num_ranks(self) -> int:
-        return self.size
-
-    @property
-    def num_chunks(self) -> int:
-        return self.size - 1
-
-    @property
-    def _routes(self) -> Routes:
+    def routes(self) -> Routes:
         n = self.num_ranks
         return tuple(tuple((rank + 1 + slot) % n for rank in range(n)) for slot in range(n - 1))
 
     def _chunks(self, step):
         """Returns the chunk in each slot at `step` >= 1."""
-        first = np.arange(self.num_chunks, dtype=np.int32) + 1 + self.num_chunks
-        return divided(jnp.asarray(first) - step, self.num_chunks)[1]
+        num_chunks = self.num_ranks - 1
+        first = np.arange(num_chunks, dtype=np.int32) + 1 + num_chunks
+        return divided(jnp.asarray(first) - step, num_chunks)[1]
 
     def held(self, rank, step):
-        slot = jnp.arange(self.num_chunks, dtype=jnp.int32)
+        slot = jnp.arange(self.num_ranks - 1, dtype=jnp.int32)
         is_own = jnp.asarray(step) == 0
         _, peer = divided(rank + self.num_ranks - 1 - slot, self.num_ranks)
-        source = jnp.where(is_own, rank, peer)
-        return HeldChunks(source, jnp.where(is_own, slot, self._chunks(step)))
+        return jnp.where(is_own, rank, peer), jnp.where(is_own, slot, self._chunks(step))
 
     def fetch_keys(self, exchange, own, held, step, fingerprint=None):
         chunks = jax.tree.map(lambda x: x[self._chunks(step + 1)], own)
-        return move_chunks(exchange, chunks, self._routes, fingerprint)
+        return move_chunks(exchange, chunks, self.routes, fingerprint)
 
     def begin(self, gradients):
         return jax.tree.map(jnp.zeros_like, gradients), gradients
 
     def return_gradients(self, exchange, travelling, home, step):
-        back = move_chunks(exchange, travelling, reverse(self._routes))
+        back = move_chunks(exchange, travelling, reverse(self.routes))
         slots = jnp.argsort(self._chunks(step - 1))
         return None, jax.tree.map(lambda h, x: h + x[slots], home, back)
-
-
-@dataclasses.dataclass(frozen=True)
-class OneRank(Schedule):
-    """A schedule whose exchanges move nothing: what a rank computes, with its own chunks."""
-
-    schedule: Schedule
-
-    @property
-    def num_ranks(self) -> int:
-        return self.schedule.num_ranks
-
-    @property
-    def num_chunks(self) -> int:
-        return self.schedule.num_chunks
-
-    def held(self, rank, step):
-        return self.schedule.held(rank, step)
-
-    def fetch_keys(self, exchange, own, held, step, fingerprint=None):
-        return held
-
-    def return_gradients(self, exchange, travelling, home, step):
-        return travelling, home

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import are_covered, sum_dtype, take_in_bounds, where_or_zero
-from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import named_context
-from jax_cp_dispatch.attention.key_chunks import Chunking, KeyOrder, Schedule, move_chunks, reverse
+from jax_cp_dispatch.attention.key_chunks import (
+    Chunking,
+    Schedule,
+    move_chunks,
+    reverse,
+    rows_before,
+)
 from jax_cp_dispatch.attention.local.passes import (
     add_sink,
     attend_blocks,
@@ -26,13 +31,10 @@ from jax_cp_dispatch.attention.local.passes import (
 from jax_cp_dispatch.attention.local.ranges import (
     KeyQueries,
     OnlineSoftmax,
-    OutputCotangents,
     PassOptions,
     RowRanges,
     SoftmaxGradients,
     from_rows,
-    pass_options,
-    rank_blocks,
     tile_cotangents,
     tile_ranges,
     to_rows,
@@ -48,12 +50,6 @@ from jax_cp_dispatch.attention.operands import (
 )
 from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
-from jax_cp_dispatch.documents.layouts import (
-    SequenceLayout,
-    contiguous_layout,
-    halves_in_zigzag,
-    zigzag_layout,
-)
 from jax_cp_dispatch.masks import Mask, MaskRanges
 
 # ---- The steps: attention of local queries over keys that rotate through the ranks.
@@ -81,18 +77,6 @@ class TokenRanges(NamedTuple):
     queries: KeyQueries | None = None
     fault: Array | None = None
 
-    @property
-    def start(self) -> Array:
-        return self.bounds[..., 0]
-
-    @property
-    def end(self) -> Array:
-        return self.bounds[..., 1]
-
-    @property
-    def used(self) -> Array:
-        return self.start < self.end
-
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
@@ -100,7 +84,7 @@ class Rotation:
 
     Attributes:
       schedule: of the chunks of keys and values; hashable.
-      layout: in which a rank's tokens are computed.
+      chunking: how they are cut, and the layout in which a rank's tokens are computed.
       rearranges: contiguous rows are brought to zigzag order first, and the output back.
       passes: the options of each step.
       q_shape: `[B, rows, N, H]`.
@@ -109,132 +93,55 @@ class Rotation:
 
     call: Call
     schedule: Schedule
-    layout: SequenceLayout
+    chunking: Chunking
     rearranges: bool
     passes: PassOptions
     q_shape: tuple[int, int, int, int]
     num_groups: int
     value_size: int
 
-    @classmethod
-    def of(cls, call: Call, schedule: Schedule, q, k, v, *, zigzag: bool) -> Rotation:
-        """Returns the rotation of one rank's arrays, or of their shapes and dtypes.
-
-        `zigzag`: compute in zigzag layout.
-        """
-        (B, T, N, H), K = q.shape, k.shape[2]
-        rearranges = zigzag and call.order.layout == "contiguous" and call.num_ranks > 1
-        make = halves_in_zigzag if rearranges else contiguous_layout
-        if call.order.layout == "zigzag":
-            make = zigzag_layout
-        layout = make(call.num_ranks, T)
-        most_keys = Chunking(layout, schedule.num_chunks).most_tokens
-        blocks = rank_blocks(layout.num_rows, most_keys, N, K, rows=256)
-        passes = pass_options(q, k, **call.softmax, **blocks)
-        shape = B, layout.num_rows, N, H
-        return cls(call, schedule, layout, rearranges, passes, shape, K, v.shape[3])
-
-    @property
-    def chunking(self) -> Chunking:
-        return Chunking(self.layout, self.schedule.num_chunks)
-
     def tile(self, q, kv, ranges: TokenRanges):
-        """Returns query blocks and a rank's own chunks; rows with empty ranges are unused."""
-        used = ranges.used
+        """Returns query blocks, a rank's own chunks, and which rows are used: they see a key."""
+        used = ranges.bounds[..., 0] < ranges.bounds[..., 1]
         is_key = used if ranges.is_key is None else ranges.is_key
         unused = 0 if self.call.expansion is None else UNUSED_ROW
         own = (self.chunking.tile(jnp.where(is_key[:, :, None, None], x, unused)) for x in kv)
         q = jnp.where(used[:, :, None, None], q, 0)
-        return to_rows(q, self.num_groups, self.passes.block_q), tuple(own)
+        return to_rows(q, self.num_groups, self.passes.block_q), tuple(own), used
 
-    def begin(self, q, kv, ranges: TokenRanges):
-        """Returns query blocks, a rank's own chunks, and the softmax before the first step."""
-        queries, own = self.tile(q, kv, ranges)
-        return queries, own, OnlineSoftmax.of_nothing(queries, self.value_size)
+    def held_keys(self, held, ranges: TokenRanges, step, rank=None):
+        """Reads the chunks that a rank, by default this one, holds at a step.
 
-    def key_order(self, step, rank=None) -> KeyOrder:
-        """Returns the order of the keys that a rank, by default this one, holds at a step."""
+        Returns the order of their keys; their rows in this order, `[M, S, H]`, or latent rows
+        `[B S, F]`; and which of them each query sees.
+        """
         rank = lax.axis_index(self.call.exchange.axis_name) if rank is None else rank
-        return self.chunking.key_order(*self.schedule.held(rank, step))
-
-    def add_keys(
-        self, queries, ranges, held, seen: OnlineSoftmax, order: KeyOrder, weights: Any
-    ) -> OnlineSoftmax:
-        """Adds the keys that are held, in this order, to the softmax."""
-        rows = self._ordered(held, order)
-        if self.call.expansion is not None:
-            rows = self._by_heads(self.call.expansion(weights, rows))
-        key_ranges = self._key_ranges(ranges, order)
-        return attend_blocks(self.passes, queries, key_ranges, self._blocks(rows), seen)
-
-    def result(self, seen: OnlineSoftmax):
-        """Output, logarithm of the sum of exponentials, and the largest logits or None."""
-        max_logits = None
-        if self.call.return_max_logits:
-            max_logits = jnp.max(seen.max_logits(self.q_shape, self.num_groups), axis=(0, 2))
-        return *seen.result(self.q_shape, self.num_groups), max_logits
-
-    def add_gradients(
-        self, queries: tuple[Any, OutputCotangents], ranges, held, dq, order: KeyOrder, weights
-    ):
-        """Adds to dq; returns the gradients of the held chunks, and of the weights or None."""
-        q, cotangents = queries
-        rows, transpose = self._ordered(held, order), None
-        if self.call.expansion is not None:
-            expanded, transpose = self.call.expansion.with_transpose(weights, rows)
-            rows = self._by_heads(expanded)
-        key_ranges, kv = self._key_ranges(ranges, order), self._blocks(rows)
-        dq, *dkv = block_gradients(self.passes, q, cotangents, key_ranges, kv, dq)
-        dkv, dweights = [x.reshape(x.shape[0], -1, x.shape[3]) for x in dkv], None
-        if transpose is not None:
-            dweights, dkv = transpose(*map(self._by_rows, dkv))
-            dkv = jax.tree.map(self._of_one_head, dkv)
-        return dq, tuple(jax.tree.map(order.in_slots, dkv)), dweights
-
-    @property
-    def _num_rows(self) -> int:
         block = self.passes.block_kv
-        return -(-self.chunking.most_tokens // block) * block
-
-    def _ordered(self, held, order: KeyOrder):
-        """Returns held rows in sequence order: `[M, S, H]`, or latent rows `[B S, F]`."""
-        rows = [order.in_order(x, self._num_rows) for x in held]
-        if self.call.expansion is None:
-            return rows
-        is_row = (jnp.arange(self._num_rows) < jnp.sum(order.length))[:, None]
-        return [jnp.where(is_row, x, UNUSED_ROW).reshape(-1, x.shape[2]) for x in rows]
-
-    def _blocks(self, rows):
-        block = self.passes.block_kv
-        return [x.reshape(x.shape[0], -1, block, x.shape[2]) for x in rows]
-
-    # ---- Expanded rows, `[B S, K, H]`, as matrices `[B K, S, H]`, and back.
-
-    def _by_heads(self, expanded):
-        shape = self.q_shape[0], self._num_rows
-        swapped = (jnp.swapaxes(x.reshape(*shape, *x.shape[1:]), 1, 2) for x in expanded)
-        return [x.reshape(-1, *x.shape[2:]) for x in swapped]
-
-    def _by_rows(self, x):
-        x = jnp.swapaxes(x.reshape(self.q_shape[0], -1, *x.shape[1:]), 1, 2)
-        return x.reshape(-1, *x.shape[2:])
-
-    def _of_one_head(self, x):
-        return x.reshape(self.q_shape[0], self._num_rows, -1)
-
-    def _key_ranges(self, ranges, order: KeyOrder):
-        num_rows = self._num_rows
-        bounds = order.rows_before(ranges.bounds)
-        rows = RowRanges(bounds[..., 0], bounds[..., 1])
+        order = self.chunking.key_order(*self.schedule.held(rank, step))
+        num_rows = -(-self.chunking.most_tokens // block) * block
+        rows = [order.in_order(x, num_rows) for x in held]
+        if self.call.expansion is not None:
+            is_row = (jnp.arange(num_rows) < jnp.sum(order.length))[:, None]
+            rows = [jnp.where(is_row, x, UNUSED_ROW).reshape(-1, x.shape[2]) for x in rows]
+        bounds = rows_before(ranges.bounds, order.start, order.length)
+        of_queries = RowRanges(bounds[..., 0], bounds[..., 1])
         if ranges.queries is not None:
-            of_keys = order.tokens(num_rows)
-            held_by = lambda x: jnp.where(of_keys >= 0, x[:, jnp.maximum(of_keys, 0)], 0)
+            token = order.tokens(num_rows)
+            held_by = lambda x: jnp.where(token >= 0, x[:, jnp.maximum(token, 0)], 0)
             start, end = map(held_by, ranges.queries[1:])
-            rows = rows._replace(queries=KeyQueries(ranges.queries.index, start, end))
-        return tile_ranges(self.passes, rows, self.q_shape, self.num_groups, num_rows)
+            of_queries = of_queries._replace(queries=KeyQueries(ranges.queries.index, start, end))
+        of_blocks = self.q_shape, self.num_groups, num_rows
+        return order, rows, tile_ranges(self.passes, of_queries, *of_blocks)
+
+    def key_blocks(self, rows):
+        """Returns rows of `held_keys`, or `[B S, K, H]` of expanded ones, in blocks of matrices."""
+        B, block = self.q_shape[0], self.passes.block_kv
+        if self.call.expansion is not None:
+            rows = [jnp.swapaxes(x.reshape(B, -1, *x.shape[1:]), 1, 2) for x in rows]
+        return [x.reshape(B * self.num_groups, -1, block, x.shape[-1]) for x in rows]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_rotating(rotation: Rotation, operands: Operands, ranges: TokenRanges) -> Outputs:
     """Computes attention of query rows over ranges of tokens of the sequence.
 
@@ -246,43 +153,64 @@ def attend_rotating(rotation: Rotation, operands: Operands, ranges: TokenRanges)
 def attend_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, rank=None):
     """Returns output, lse, and the largest logits if asked for, of this rank's rows, unrounded.
 
-    The sink is not added. A given `rank` computes the part of that rank, on one device, if the
-    schedule moves nothing.
+    The sink is not added. A given `rank` computes the part of that rank on one device, with its own
+    chunks at every step, and nothing moves.
     """
-    schedule, exchange = rotation.schedule, rotation.call.exchange
-    queries, own, seen = rotation.begin(operands.q, operands.moved, ranges)
+    call, schedule = rotation.call, rotation.schedule
+    exchange = call.exchange if rank is None else None
+    queries, own, _ = rotation.tile(operands.q, operands.moved, ranges)
     fingerprint = None
     if ranges.fault is not None:
-        fingerprint = order_fingerprint(ranges.fault, lax.axis_index(exchange.axis_name))
+        fingerprint = order_fingerprint(ranges.fault, lax.axis_index(call.exchange.axis_name))
 
     def add_keys(held, seen, step):
-        order = rotation.key_order(step, rank)
-        return rotation.add_keys(queries, ranges, held, seen, order, operands.weights)
+        _, rows, key_ranges = rotation.held_keys(held, ranges, step, rank)
+        if call.expansion is not None:
+            rows = call.expansion(operands.weights, rows)
+        return attend_blocks(rotation.passes, queries, key_ranges, rotation.key_blocks(rows), seen)
 
     def one_step(step, carry):
         held, seen = carry
         fetched = schedule.fetch_keys(exchange, own, held, step, fingerprint)
         return fetched, add_keys(held, seen, step)
 
-    held, last = own, schedule.num_ranks - 1
+    held, seen = own, OnlineSoftmax.of_nothing(queries, rotation.value_size)
+    last = call.num_ranks - 1
     if last:
         held, seen = lax.fori_loop(0, last, one_step, (held, seen))
-    return rotation.result(add_keys(held, seen, last))
+    seen, max_logits = add_keys(held, seen, last), None
+    shape = rotation.q_shape, rotation.num_groups
+    if call.return_max_logits:
+        max_logits = jnp.max(seen.max_logits(*shape), axis=(0, 2))
+    return *seen.result(*shape), max_logits
 
 
-def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, whole, rank=None):
+def gradient_steps(
+    rotation: Rotation, operands: Operands, ranges: TokenRanges, whole: SoftmaxGradients, rank=None
+):
     """Returns unrounded gradients of q, of what rotates, and of weights or None.
 
-    `whole`: out, lse, dout, dlse.
+    `rank`: see `attend_steps`.
     """
-    schedule, exchange = rotation.schedule, rotation.call.exchange
-    queries, own = rotation.tile(operands.q, operands.moved, ranges)
-    whole = SoftmaxGradients(*whole)  # a profile passes a tuple
-    cotangents = tile_cotangents(rotation.passes, ranges.used, whole, rotation.num_groups)
+    call, schedule, passes = rotation.call, rotation.schedule, rotation.passes
+    exchange = call.exchange if rank is None else None
+    queries, own, used = rotation.tile(operands.q, operands.moved, ranges)
+    cotangents = tile_cotangents(passes, used, whole, rotation.num_groups)
+    B = rotation.q_shape[0]
 
     def gradients(held, dq, step):
-        order, of_queries = rotation.key_order(step, rank), (queries, cotangents)
-        return rotation.add_gradients(of_queries, ranges, held, dq, order, operands.weights)
+        order, rows, key_ranges = rotation.held_keys(held, ranges, step, rank)
+        transpose = dweights = None
+        if call.expansion is not None:
+            rows, transpose = call.expansion.with_transpose(operands.weights, rows)
+        kv = rotation.key_blocks(rows)
+        dq, *dkv = block_gradients(passes, queries, cotangents, key_ranges, kv, dq)
+        dkv = [x.reshape(x.shape[0], -1, x.shape[3]) for x in dkv]
+        if transpose is not None:
+            by_rows = [jnp.swapaxes(x.reshape(B, -1, *x.shape[1:]), 1, 2) for x in dkv]
+            dweights, dkv = transpose(*(x.reshape(-1, *x.shape[2:]) for x in by_rows))
+            dkv = jax.tree.map(lambda x: x.reshape(B, -1, x.shape[1]), dkv)
+        return dq, tuple(jax.tree.map(order.in_slots, dkv)), dweights
 
     def add_step(held, sums, travelling, home, step):
         dq, dweights = sums
@@ -297,7 +225,7 @@ def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, 
         following = schedule.fetch_keys(exchange, own, held, step)
         return following, *add_step(held, sums, travelling, home, step)
 
-    last = schedule.num_ranks - 1
+    last = call.num_ranks - 1
     held = schedule.fetch_keys(exchange, own, own, 0) if last else own
     dq = jnp.zeros_like(jnp.swapaxes(queries, 2, 3), sum_dtype(queries.dtype))
     dq, dkv, dweights = gradients(own, dq, 0)
@@ -310,7 +238,7 @@ def gradient_steps(rotation: Rotation, operands: Operands, ranges: TokenRanges, 
         (dq, dweights), travelling, home = add_step(held, sums, travelling, home, last)
         arrived, home = schedule.return_gradients(exchange, travelling, home, last + 1)
         dkv = home if arrived is None else arrived
-    dkv = jax.tree.map(lambda x: rotation.chunking.untile(x, rotation.q_shape[0]), dkv)
+    dkv = jax.tree.map(lambda x: rotation.chunking.untile(x, B), dkv)
     dq = from_rows(jnp.swapaxes(dq, 2, 3), rotation.q_shape, rotation.num_groups)
     return dq, dkv, dweights
 
@@ -349,37 +277,45 @@ attend_rotating.defvjp(_forward, _backward)
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def attend_sequence(rotation: Rotation, operands: Operands, packed: Documents) -> Outputs:
-    B, T = operands.q.shape[:2]
+    shape = operands.q.shape[:2]
     q, k, v, *others = operands.varying(rotation.call.exchange)
     leaves, tree = jax.tree.flatten((q, k, v))
-    q, k, v = tree.unflatten(to_layout(rotation, leaves))
-    ranges = token_ranges(rotation, packed, (B, T))
+    q, k, v = tree.unflatten(rearranged(rotation, leaves))
+    ranges = token_ranges(rotation, packed, shape)
     arrays = vary_alike((Operands(q, k, v, *others), ranges))
     outputs: Any = attend_rotating(rotation, *arrays)
     out, lse, max_logits = outputs
     lses = [] if lse is None else [lse[..., None]]
-    out, *lses = from_layout(rotation, (out, *lses), T)
+    out, *lses = rearranged(rotation, (out, *lses), back=True)
     return Outputs(out, lses[0][..., 0] if lses else None, max_logits)
 
 
-def to_layout(rotation: Rotation, arrays):
-    """Arranges this rank's rows for the rotation: padded blocks, in zigzag order if needed."""
-    num_rows = rotation.layout.num_rows  # one more than there are if halves are uneven
-    arrays = tuple(with_rows(x, num_rows, 1) for x in arrays)
-    if not rotation.rearranges:
-        return arrays
-    exchange = rotation.call.exchange
-    moved = move_chunks(exchange, tuple(map(_halves, arrays)), _zigzag_routes(rotation))
-    return named_context(tuple(_rows(_swap_on_odd_ranks(exchange, x)) for x in moved))
+def rearranged(rotation: Rotation, arrays, *, back: bool = False):
+    """Brings arrays `[B, T, heads, _]` to the layout of the rotation, or back to the caller's.
 
-
-def from_layout(rotation: Rotation, arrays, num_tokens: int):
-    """Restores the caller's layout of arrays `[B, rows, N, _]`."""
+    There, blocks are padded. If needed, each half of a rank's rows moves to its rank in zigzag
+    order.
+    """
+    layout, exchange, n = rotation.chunking.layout, rotation.call.exchange, rotation.call.num_ranks
+    if not back:  # one more row than there are if halves are uneven
+        arrays = tuple(with_rows(x, layout.num_rows, 1) for x in arrays)
     if rotation.rearranges:
-        exchange, routes = rotation.call.exchange, reverse(_zigzag_routes(rotation))
-        chunks = tuple(_swap_on_odd_ranks(exchange, _halves(x)) for x in arrays)
-        arrays = named_context(tuple(map(_rows, move_chunks(exchange, chunks, routes))))
-    return tuple(x[:, :num_tokens] for x in arrays)
+        halves = (
+            (min(2 * r + half, 2 * n - 1 - 2 * r - half) for r in range(n)) for half in (0, 1)
+        )
+        routes = tuple(map(tuple, halves))
+        # Even halves use slot 0, but the front block of an odd rank is odd.
+        is_odd = lax.axis_index(exchange.axis_name) % 2 == 1
+        swapped = lambda x: jnp.where(is_odd, x[::-1], x)
+        split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], 2, -1, *x.shape[2:]), 1, 0)
+        chunks = tuple(map(split, arrays))
+        if back:
+            chunks = move_chunks(exchange, tuple(map(swapped, chunks)), reverse(routes))
+        else:
+            chunks = tuple(map(swapped, move_chunks(exchange, chunks, routes)))
+        rows = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        arrays = named_context(tuple(map(rows, chunks)))
+    return tuple(x[:, : layout.num_tokens // n] for x in arrays) if back else arrays
 
 
 def token_ranges(rotation: Rotation, packed: Documents, shape) -> TokenRanges:
@@ -387,7 +323,7 @@ def token_ranges(rotation: Rotation, packed: Documents, shape) -> TokenRanges:
     call = rotation.call
     order = {"layout": call.order.layout, "checks_order": call.checks_order}
     seen, fault = gathered_ranges(call.exchange, packed, shape, **order)
-    token = rotation.layout.positions(lax.axis_index(call.exchange.axis_name))
+    token = rotation.chunking.layout.positions(lax.axis_index(call.exchange.axis_name))
     ranges = ranges_of_rows(packed.mask, seen, token)._replace(fault=fault)
     return named_context(vary_alike(ranges, also=call.exchange.axis_names))
 
@@ -401,26 +337,6 @@ def ranges_of_rows(mask: Mask, seen: MaskRanges, token: Any) -> TokenRanges:
         is_key = are_covered(seen.k_start, seen.k_end, seen.k_start.shape[1])
         ranges = ranges._replace(is_key=of_rows(is_key))
     if seen.q_start is not None:
-        index = jnp.broadcast_to(token, ranges.start.shape)
+        index = jnp.broadcast_to(token, is_row.shape)
         ranges = ranges._replace(queries=KeyQueries(index, seen.q_start, seen.q_end))
     return ranges
-
-
-def _zigzag_routes(rotation: Rotation):
-    """Returns the routes of halves 2 r and 2 r + 1 of the sequence from rank r to zigzag order."""
-    n = rotation.call.num_ranks
-    block_of = lambda half: min(half, 2 * n - 1 - half)
-    return tuple(tuple(block_of(2 * r + half) for r in range(n)) for half in range(2))
-
-
-def _halves(x: Shaped[Array, "B rows N H"]) -> Shaped[Array, "2 B half N H"]:
-    return jnp.moveaxis(x.reshape(x.shape[0], 2, -1, *x.shape[2:]), 1, 0)
-
-
-def _rows(x: Shaped[Array, "2 B half N H"]) -> Shaped[Array, "B rows N H"]:
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-
-def _swap_on_odd_ranks(exchange: CollectiveOptions, x: Array) -> Array:
-    """Swaps slots on odd ranks: even halves use slot 0, but an odd rank's front block is odd."""
-    return jnp.where(lax.axis_index(exchange.axis_name) % 2 == 1, x[::-1], x)

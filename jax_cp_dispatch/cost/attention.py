@@ -448,20 +448,29 @@ class Prediction:
     bytes_between_nodes: float = 0.0
 
 
+class Pass(NamedTuple):
+    """What the prediction of steps needs: one pass of a workload, and the hardware.
+
+    Attributes:
+      backward: the backward pass alone, instead of the forward pass.
+      moves: the `Moves` of a plan, if one is given.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    backward: bool = False
+    moves: Any = None
+
+
 def step_cost(
-    compute: float,
-    sent: Traffic,
-    receivers: Receivers,
-    workload: Workload,
-    hardware: Hardware,
-    own_bytes: int | float = 0,
+    of: Pass, compute: float, sent: Traffic, receivers: Receivers, own_bytes: int | float = 0
 ) -> StepCost:
     """Returns the step that computes for some seconds, and sends bytes meanwhile.
 
     Both kinds of links work at once. `own_bytes` stay on their rank; only "shared_memory" copies
     them.
     """
-    n, seconds = workload.num_ranks, [0.0]
+    n, hardware, seconds = of.workload.num_ranks, of.hardware, [0.0]
     if n > 1 and sent.total and hardware.topology == "shared_memory":
         num_bytes = sent.total + own_bytes
         seconds.append(hardware.exchange_seconds(num_bytes, num_ranks=n, inside=1))
@@ -477,13 +486,11 @@ def step_cost(
 
 
 def attention_seconds(
+    of: Pass,
     num_pairs: Any,
-    workload: Workload,
-    hardware: Hardware,
     *,
     q_rows: int | float,
     kv_rows: int | float,
-    backward: bool,
     is_planned: bool = False,
 ) -> Any:
     """Predicts the seconds of computations of attention.
@@ -494,12 +501,14 @@ def attention_seconds(
     the output and dq; k, v, and their gradients in float32.
 
     Args:
+      of: the pass.
       num_pairs: query-key pairs of the slowest rank: a number, or an array of them.
       q_rows, kv_rows: rows of each computation.
       is_planned: see `Hardware.attention_rate`.
     Returns:
       Seconds, in the shape of `num_pairs`.
     """
+    workload, hardware, backward, _ = of
     sizes = {"num_heads": workload.num_heads, "head_size": workload.head_size}
     rate = hardware.attention_rate(is_planned=is_planned)
     seconds = num_pairs * (attention_flops(1, **sizes, backward=backward) / rate)

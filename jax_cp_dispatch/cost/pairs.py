@@ -15,6 +15,7 @@ from jaxtyping import Float64, Int, Int64
 
 from jax_cp_dispatch.cost.attention import (
     Hardware,
+    Pass,
     Rows,
     StepCost,
     Workload,
@@ -213,18 +214,16 @@ class Moves(NamedTuple):
     keys: Rows
 
 
-def planned_steps(
-    moves: Moves, workload: Workload, hardware: Hardware, *, backward: bool
-) -> list[StepCost]:
+def planned_steps(of: Pass) -> list[StepCost]:
     """Predicts the exchange before attention, attention of equal work, and the exchange after."""
+    workload, hardware, backward, moves = of
     n, own = workload.num_ranks, workload.rows_per_rank
     queries, keys = (spread(rows, n, hardware) for rows in moves)
     compute = attention_seconds(
+        of,
         equal_pairs(workload, hardware),
-        *(workload, hardware),
         q_rows=float(queries.capacity or own),
         kv_rows=float(keys.capacity or own + keys.total),
-        backward=backward,
         is_planned=True,
     )
     own_before = own_after = 0.0
@@ -238,11 +237,11 @@ def planned_steps(
     of_queries = queries.times(workload.q_bytes(1))
     of_both = of_queries.plus(keys.times(workload.kv_bytes(1, itemsize=kv_size)))
     before, after = (of_queries, of_both) if backward else (of_both, of_queries)
-    options = all_others(n, hardware), workload, hardware
+    others = all_others(n, hardware)
     return [
-        step_cost(0.0, before, *options, own_before),
+        step_cost(of, 0.0, before, others, own_before),
         StepCost(compute, 0.0, 0.0),
-        step_cost(0.0, after, *options, own_after),
+        step_cost(of, 0.0, after, others, own_after),
     ]
 
 

@@ -20,6 +20,7 @@ from jax_cp_dispatch.attention.operands import (
     key_shapes,
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
+from jax_cp_dispatch.cost.attention import Pass
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.masks.mask import PLACED
@@ -157,7 +158,7 @@ class Algorithm(abc.ABC):
             for step in self.step_costs(workload, hardware=hardware, backward=backward, moves=moves)
         ]
         equal = float(equal_pairs(workload, hardware))
-        slowest = float(np.sum(self._pairs(workload, hardware)))
+        slowest = float(np.sum(self._pairs(Pass(workload, hardware))))
         imbalance = slowest / equal if equal else 1.0
         total = sum(max(x.compute, x.communication) for x in steps)
         compute, communication, sent, between = map(sum, zip(*(x[:4] for x in steps), strict=True))
@@ -186,21 +187,19 @@ class Algorithm(abc.ABC):
           ValueError: the ranks cannot be divided into nodes, the algorithm cannot serve the
             workload, or needs `moves`.
         """
-        steps = self._steps(workload, hardware, moves, backward=backward)
+        steps = self._steps(Pass(workload, hardware, backward, moves))
         if hardware.topology != "shared_memory":
             return steps
         alone = [(StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0)) for x in steps]
         return [step for pair in alone for step in pair]
 
     @abc.abstractmethod
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Predicts its steps; in each, computation and communication overlap."""
 
-    def _pairs(self, workload: Workload, hardware: Hardware) -> Any:
+    def _pairs(self, of: Pass) -> Any:
         """Returns the pairs that decide the time of each computation: equal work, in one."""
-        return equal_pairs(workload, hardware)
+        return equal_pairs(of.workload, of.hardware)
 
     def rearrangement_seconds(
         self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,18 @@ from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
     Exchange,
+    Gathered,
     Movement,
-    attend_rows,
     gather_attend,
-    parts_of_heads,
-    row_gradients,
+    row_passes,
 )
-from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, check_heads
+from jax_cp_dispatch.attention.key_chunks import rows_before
+from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
+from jax_cp_dispatch.attention.local.ranges import RowRanges, SoftmaxGradients, check_heads
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.attention.rotating import ranges_of_rows
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload, rows_by_link
-from jax_cp_dispatch.cost.attention import Receivers, attention_seconds, step_cost
+from jax_cp_dispatch.cost.attention import Pass, Receivers, attention_seconds, step_cost
 from jax_cp_dispatch.cost.pairs import (
     decisive_pairs,
     estimated_moves,
@@ -46,11 +46,7 @@ from jax_cp_dispatch.documents.documents import (
     with_segment_ids,
 )
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint, rank_fingerprint
-from jax_cp_dispatch.documents.layouts import (
-    SequenceLayout,
-    contiguous_layout,
-    zigzag_layout,
-)
+from jax_cp_dispatch.documents.layouts import SequenceLayout, contiguous_layout, zigzag_layout
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
@@ -59,6 +55,7 @@ from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, 
 from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
+from jax_cp_dispatch.planning.request import Pieces, list_transfers, make_metadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +71,12 @@ class Balanced(Algorithm):
     there, and its lse.
 
     Attributes:
-      config: block size and capacities of plans made in the call. A plan that you pass has its own.
-        Made from traced documents, a plan without capacities has room for any: each rank reserves,
-        and keeps for the backward pass, q, out and lse of two times its tokens and a block, and k
-        and v of `kv_capacity` tokens. That is all keys, W times the rank's tokens T; for a mask
-        with a reach, such as windows and chunks, at most T (block + reach) / block, the reach
-        rounded up to blocks: 5 T for a window of 512 and blocks of 128 that divide T.
+      config: block size and capacities of plans made in the call; a plan that you pass has its own.
+        A plan of traced documents without capacities has room for any documents. Each rank then
+        reserves, and keeps for the backward pass: q, out and lse of 2 T tokens and a block, for T
+        tokens of the rank; and k and v of all W T tokens. A mask with a reach, such as a window,
+        needs k and v of at most T (block + reach) / block tokens, the reach rounded up to blocks:
+        5 T for a window of 512 and blocks of 128 that divide T.
     """
 
     name: ClassVar[str] = "balanced"
@@ -127,20 +124,17 @@ class Balanced(Algorithm):
         return (cls(),) if layout == "contiguous" else ()
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
-        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
         heads: Any = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
-        config = dataclasses.replace(self.config, **heads, ranks_per_node=ranks_per_node)
-        return plan_attention(lengths=workload.rows, mask=workload.mask, config=config, **sizes)
+        config = dataclasses.replace(self.config, **heads)
+        return plan_attention(**arguments_for_plan(workload, hardware, config))
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Queries, keys and values are sent, all ranks do equal work, and the output returns.
 
         Without `moves`, their number is estimated.
         """
-        moves = estimated_moves(workload) if moves is None else moves
-        return planned_steps(moves, workload, hardware, backward=backward)
+        moves = estimated_moves(of.workload) if of.moves is None else of.moves
+        return planned_steps(of._replace(moves=moves))
 
 
 def check_plan_config(op: str, config: Any) -> None:
@@ -196,25 +190,21 @@ class Placed(Algorithm):
 
     def placement_for(self, workload: Workload, hardware: Hardware) -> Placement:
         """Places the tokens of a workload for the nodes of the hardware."""
-        sizes, ranks_per_node = sizes_for_plan(workload, hardware)
-        config = PlanConfig(ranks_per_node=ranks_per_node)
-        return place_tokens(workload.rows, **sizes, mask=workload.mask, config=config)
+        return place_tokens(**arguments_for_plan(workload, hardware, PlanConfig()))
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
         return self.placement_for(workload, hardware).plan
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Keys arrive before attention, of equal work; their gradients return after it."""
-        if moves is None:
+        if of.moves is None:
             raise ValueError(
                 "step_costs: 'placed' needs moves, the rows of keys that each rank sends. Pass "
                 "moves=Moves(0, rows): num_kv_tokens_moved of the plan of place_tokens, divided by "
                 "the ranks."
             )
-        steps = planned_steps(moves, workload, hardware, backward=backward)
-        return steps[1:] if backward else steps[:-1]
+        steps = planned_steps(of)
+        return steps[1:] if of.backward else steps[:-1]
 
 
 # ---- Attention by a plan: keys move to the queries, and queries to other ranks or not at all.
@@ -230,141 +220,130 @@ def attend_by_plan(call: Call, operands: Operands, documents: Documents) -> Outp
     Ranks compare the checksums of their plans, and of ids, positions and mask, if these are given.
     """
     plan, packed = plan_of_group(call.op, documents.plan), replaced(documents, plans=())
-    check_plan_rows(call.op, operands, plan, packed)
-    return _attend_planned(PlannedMovement(call, not plan.is_placed), operands, plan, packed)
+    B, T = operands.q.shape[:2]
+    advice = "Place the tokens" if plan.is_placed else "Plan with the segment ids"
+    if packed.positions is not None and packed.segment_ids is None:
+        raise ValueError(
+            f"{call.op}: got a plan and positions without segment_ids, which mark the padding, "
+            "whose positions are ignored. Pass both, or segment_ids alone."
+        )
+    if plan.num_tokens != B * T:
+        raise ValueError(
+            f"{call.op}: a rank holds {B} x {T} = {B * T} rows but the plan is for "
+            f"{plan.num_tokens}. {advice} of this batch."
+        )
+    if plan.batch != B:  # as many rows, of other columns
+        raise ValueError(
+            f"{call.op}: a rank holds {B} x {T} rows but the plan is for {plan.batch} x "
+            f"{plan.num_tokens // plan.batch}. {advice} of this batch."
+        )
+    return _attend_planned(call, operands, plan, packed)
 
 
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
-def _attend_planned(
-    movement: PlannedMovement, operands: Operands, plan: Plan, packed: Documents
+def _attend_planned(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
+    rank, compared = lax.axis_index(call.exchange.axis_name), (packed.segment_ids, packed.positions)
+    gathered = Gathered(
+        MaskRanges(*(x[None] for x in named_context(plan.local_ranges(rank)))),
+        fingerprint=rank_fingerprint(plan.fingerprint, rank, *compared, packed.mask),
+        q_metadata=None if plan.is_placed else plan.q_metadata,
+        kv_metadata=plan.kv_metadata,
+    )
+    movement = PlannedMovement(call, plan.num_tokens, plan.q_capacity, plan.kv_capacity)
+    return _attend_rows_of_batch(movement, operands.varying(call.exchange), gathered)
+
+
+def _attend_rows_of_batch(
+    movement: PlannedMovement, operands: Operands, gathered: Gathered
 ) -> Outputs:
-    exchange = movement.call.exchange
-    rank, compared = lax.axis_index(exchange.axis_name), (packed.segment_ids, packed.positions)
-    fingerprint = rank_fingerprint(plan.fingerprint, rank, *compared, packed.mask)
-    return _attend_rows_of_batch(movement, operands.varying(exchange), (plan, fingerprint))
-
-
-def _attend_rows_of_batch(movement: PlannedMovement, operands: Operands, arrays: Any) -> Outputs:
     q, k, v, *others = operands
     shape = q.shape[:2]
     q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
-    outputs: Any = gather_attend(movement, Operands(q, k, v, *others), arrays)
+    outputs: Any = gather_attend(movement, Operands(q, k, v, *others), gathered)
     out, lse, max_logits = outputs
     by_batch = lambda x: x.reshape(*shape, *x.shape[1:])
+    if max_logits is not None:
+        max_logits = lax.pmax(lax.stop_gradient(max_logits), movement.call.exchange.axis_name)
     return Outputs(by_batch(out), None if lse is None else by_batch(lse), max_logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMovement(Movement):
-    """Rows `[T, heads, H]` move as planned; `arrays` are the plan and what ranks compare.
+    """Rows `[T, heads, H]` move as planned; without `q_metadata`, queries stay, and their output.
 
     Errors of the exchanges refer to the config of the plan.
 
     Attributes:
-      moves_queries: else they stay, and the output with them.
+      num_tokens: rows of a rank.
+      q_capacity, kv_capacity: rows of a rank's receive buffers.
     """
 
     call: Call
-    moves_queries: bool
+    num_tokens: int
+    q_capacity: int
+    kv_capacity: int
     block_rows = BLOCK_ROWS
+    in_parts = sums_dkv = True
 
-    def parts(self, operands: Operands) -> list[Operands]:
-        return parts_of_heads(self.call, operands)
-
-    def ranges(self, arrays: Any) -> MaskRanges:
-        plan, _ = arrays
-        rank = lax.axis_index(self.call.exchange.axis_name)
-        return MaskRanges(*(x[None] for x in named_context(plan.local_ranges(rank))))
-
-    def send(self, arrays: Any, part: Operands) -> Exchange:
-        plan, fingerprint = arrays
-        if not self.moves_queries:
-            kv = self._outgoing(plan, "kv", part.moved, fingerprint)
-            read = lambda came: _attended((part.q, checkpoint_name_kv(came[0])))
-            return Exchange([kv], read)
-        q = self._outgoing(plan, "q", part.q, fingerprint)
-        kv = self._outgoing(plan, "kv", part.moved)
-        return Exchange([q, kv], lambda came: _attended(checkpoint_name_kv(came)))
-
-    def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
-        if not self.moves_queries:
-            return Exchange(None, lambda _: (out[0], lse[0].T if self.call.return_lse else None))
-        returned: Any = out[0]
-        if self.call.return_lse:
-            # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and
-            # an lse of 0 as the smallest normal number: no sum of exponentials differs by it.
-            sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
-            returned = out[0], jnp.where(lse == -jnp.inf, 0, sent)[0].T
+    def send(self, gathered: Gathered, part: Operands) -> Exchange:
+        q_stays, fingerprint = gathered.q_metadata is None, gathered.fingerprint
+        moved = [self._outgoing(gathered, "kv", part.moved, fingerprint if q_stays else None)]
+        if not q_stays:
+            moved = [self._outgoing(gathered, "q", part.q, fingerprint), *moved]
 
         def read(came):
-            if not self.call.return_lse:
-                return named_context(came[0]), None
-            out, lse = named_context(came[0])
-            return out, jnp.where(lse == 0, -jnp.inf, lse)
+            *q, kv = checkpoint_name_kv(came)
+            return (part.q if q_stays else q[0])[None], tuple(x[None] for x in kv)
+
+        return Exchange(moved, read)
+
+    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> Exchange:
+        return_lse = self.call.return_lse
+        if gathered.q_metadata is None:
+            return Exchange(None, lambda _: (out[0], lse[0].T if return_lse else None))
+        # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and an
+        # lse of 0 as the smallest normal number: no sum of exponentials differs by it.
+        sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
+        lses = [jnp.where(lse == -jnp.inf, 0, sent)[0].T] if return_lse else []
+
+        def read(came):
+            out, *lses = named_context(came[0])
+            return out, jnp.where(lses[0] == 0, -jnp.inf, lses[0]) if lses else None
 
         # The output is NaN for a wrong fingerprint, where there are no errors.
-        return Exchange([self._returning(arrays[0], "q", returned, fingerprint=arrays[1])], read)
+        moved = self._returning(gathered, "q", [out[0], *lses], fingerprint=gathered.fingerprint)
+        return Exchange([moved], read)
 
-    def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
+    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
         own = tuple(x for x in cotangents if x is not None)
-        attended = lambda x: Outputs(*(y[None] for y in x))
-        if not self.moves_queries:
-            return Exchange(None, lambda _: attended(own))
-        moved = [self._outgoing(arrays[0], "q", own)]
-        return Exchange(moved, lambda came: attended(came[0]))
+        moved = None if gathered.q_metadata is None else [self._outgoing(gathered, "q", own)]
+        return Exchange(moved, lambda came: Outputs(*(x[None] for x in (came[0] if came else own))))
 
-    def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
         # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
         dtype = None if self.call.expansion else dq.dtype
         rows = [None if x is None else x[0] for x in dkv]
-        returned = self._returning(arrays[0], "kv", rows, dtype=dtype)
-        if not self.moves_queries:
+        returned = self._returning(gathered, "kv", rows, dtype=dtype)
+        if gathered.q_metadata is None:
             return Exchange([returned], lambda came: (dq[0], came[0]))
-        return Exchange([self._returning(arrays[0], "q", dq[0]), returned], tuple)
+        return Exchange([self._returning(gathered, "q", dq[0]), returned], tuple)
 
-    def _outgoing(self, plan, name: str, arrays, fingerprint: Any = None) -> Argument:
-        metadata, capacity = getattr(plan, f"{name}_metadata"), getattr(plan, f"{name}_capacity")
-        options: Any = {"capacity_name": f"PlanConfig.{name}_capacity", "fingerprint": fingerprint}
-        return outgoing(arrays, metadata, capacity=capacity, **options)
+    def _outgoing(self, gathered: Gathered, name: str, arrays, fingerprint=None) -> Argument:
+        metadata, capacity = getattr(gathered, f"{name}_metadata"), f"{name}_capacity"
+        options: Any = {"capacity_name": f"PlanConfig.{capacity}", "fingerprint": fingerprint}
+        return outgoing(arrays, metadata, capacity=getattr(self, capacity), **options)
 
-    def _returning(self, plan, name: str, arrays, **options: Any) -> Argument:
-        options |= {"num_tokens": plan.num_tokens, "capacity_name": f"PlanConfig.{name}_capacity"}
-        return returning(arrays, getattr(plan, f"{name}_metadata"), **options)
-
-
-def _attended(rows: Any) -> Any:
-    """Returns queries, and keys and values, as the rows of one batch row."""
-    q, kv = jax.tree.map(lambda x: x[None], tuple(rows))
-    return q, tuple(kv)
+    def _returning(self, gathered: Gathered, name: str, arrays, **options: Any) -> Argument:
+        options |= {"num_tokens": self.num_tokens, "capacity_name": f"PlanConfig.{name}_capacity"}
+        return returning(arrays, getattr(gathered, f"{name}_metadata"), **options)
 
 
-def check_plan_rows(op: str, operands: Operands, plan: Plan, packed: Documents) -> None:
-    q = operands.q
-    is_placed = plan.is_placed
-    advice = "Place the tokens" if is_placed else "Plan with the segment ids"
-    if packed.positions is not None and packed.segment_ids is None:
-        raise ValueError(
-            f"{op}: got a plan and positions without segment_ids, which mark the padding, "
-            "whose positions are ignored. Pass both, or segment_ids alone."
-        )
-    num_tokens = q.shape[0] * q.shape[1]
-    if num_tokens != plan.num_tokens:
-        raise ValueError(
-            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} = {num_tokens} rows but "
-            f"the plan is for {plan.num_tokens}. {advice} of this batch."
-        )
-    if q.shape[0] != plan.batch:  # as many rows, of other columns
-        raise ValueError(
-            f"{op}: a rank holds {q.shape[0]} x {q.shape[1]} rows but the plan is for "
-            f"{plan.batch} x {plan.num_tokens // plan.batch}. {advice} of this batch."
-        )
-
-
-def sizes_for_plan(workload: Workload, hardware: Hardware) -> tuple[dict[str, Any], int | None]:
-    """Returns the sizes of a plan for a workload, and the ranks of each of several nodes."""
+def arguments_for_plan(workload: Workload, hardware: Hardware, config: PlanConfig) -> Any:
+    """Returns what plans a workload, for the nodes of the hardware."""
     n, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
-    sizes = {"world_size": n, "columns": n * workload.tokens_per_rank}
-    return sizes, size if size < n else None
+    config = dataclasses.replace(config, ranks_per_node=size if size < n else None)
+    documents = {"lengths": workload.rows, "columns": n * workload.tokens_per_rank}
+    return documents | {"world_size": n, "mask": workload.mask, "config": config}
 
 
 def moves_of_plan(plan: Plan | None, hardware: Hardware) -> Moves | None:
@@ -384,11 +363,12 @@ def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool)
     check_heads(call.op, *qkv)
 
     def run(rank, q, k, v, ranges):
-        out, lse, _ = attend_rows(call, BLOCK_ROWS, q, (k, v), ranges)
+        passes, ranges = row_passes(call, BLOCK_ROWS, q, k), RowRanges.of_mask(ranges, q.shape[:2])
+        out, lse = attend_ranges(passes, q, (k, v), ranges, None)
         if not backward:
             return out, lse
         whole = SoftmaxGradients(out, lse, out)
-        return out, *row_gradients(call, BLOCK_ROWS, q, (k, v), ranges, whole)
+        return out, *range_gradients(passes, q, (k, v), ranges, whole)
 
     ranges = [
         MaskRanges(*(x[None] for x in plan.local_ranges(rank))) for rank in range(plan.world_size)
@@ -399,9 +379,6 @@ def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool)
 
 
 # ---- `Halo`: each rank receives the keys that its queries still see beyond its own tokens, once.
-
-# An array or `Metadata`, or anything that a transformation maps over the leaves.
-Leaf: TypeAlias = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -453,31 +430,23 @@ class Halo(Algorithm):
     def describe(self, workload: Workload) -> str:
         return f"Halo\n{self._held(workload).metadata(len(workload.rows)).describe()}"
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """Keys arrive before attention of the rank's own queries; gradients return after it."""
-        n, batch, held = workload.num_ranks, len(workload.rows), self._held(workload)
-        size, capacity = hardware.node_size(n), batch * held.capacity
-        sent = batch * held.rows_between_ranks()
-        compute = attention_seconds(
-            self._pairs(workload, hardware),
-            *(workload, hardware),
-            q_rows=workload.rows_per_rank,
-            kv_rows=capacity,
-            backward=backward,
-            is_planned=True,
-        )
+        workload, hardware, backward, _ = of
+        batch, held = len(workload.rows), self._held(workload)
+        size, capacity = hardware.node_size(workload.num_ranks), batch * held.capacity
+        sent, own = held.metadata(batch).rows_between_ranks(), workload.rows_per_rank
+        rows = {"q_rows": own, "kv_rows": capacity}
+        compute = attention_seconds(of, self._pairs(of), **rows, is_planned=True)
         row = workload.kv_bytes(1, itemsize=4 if backward else None)
         num_bytes = rows_by_link(sent, ranks_per_node=size, capacity=capacity).times(row)
-        own = row * workload.rows_per_rank
-        exchange = step_cost(0.0, num_bytes, _receivers(sent, size), workload, hardware, own)
+        exchange = step_cost(of, 0.0, num_bytes, _receivers(sent, size), row * own)
         steps = [exchange, StepCost(compute, 0.0, 0.0)]
         return steps[::-1] if backward else steps
 
-    def _pairs(self, workload: Workload, hardware: Hardware) -> float:
-        pairs = pairs_between_ranks(workload, zigzag=self.layout == "zigzag").sum(1)
-        return decisive_pairs(pairs, hardware)
+    def _pairs(self, of: Pass) -> float:
+        pairs = pairs_between_ranks(of.workload, zigzag=self.layout == "zigzag").sum(1)
+        return decisive_pairs(pairs, of.hardware)
 
     def _held(self, workload: Workload) -> HeldRows:
         mask = workload.visible
@@ -540,67 +509,31 @@ class HeldRows(NamedTuple):
     def capacity(self) -> int:
         return int(self.num_rows.max())
 
-    def pieces(self) -> Int64[np.ndarray, "pieces 5"]:
-        """Returns what moves: receiver, first row there, sender, first row there, rows."""
-        blocks = []
-        for rank, of_rank in enumerate(self.layout.blocks):
-            row = 0
-            for start, length in of_rank:
-                blocks += [(start, start + length, rank, row)] if length else []
-                row += length
-        blocks.sort()
-        starts, pieces = [x[0] for x in blocks], []
-        for receiver, parts in enumerate(self.parts()):
-            held = 0
-            for low, high in parts:
-                first, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
-                for start, end, sender, row in blocks[first:last]:
-                    a, b = max(low, start), min(high, end)
-                    pieces.append((receiver, held + a - low, sender, row + a - start, b - a))
-                held += high - low
-        return np.array(pieces, np.int64).reshape(-1, 5)
-
-    def rows_between_ranks(self) -> Int64[np.ndarray, "W W"]:
-        """Returns the rows that each rank sends to each, and keeps, of one batch row."""
-        receiver, _, sender, _, rows = self.pieces().T
-        sent = np.zeros((self.layout.num_ranks,) * 2, np.int64)
-        np.add.at(sent, (sender, receiver), rows)
-        return sent
-
     def metadata(self, batch: int) -> Metadata:
         """Returns the plan of the exchange of keys, of all batch rows one after another."""
-        num_ranks, rows = self.layout.num_ranks, self.layout.lengths.sum(1)
-        receiver, to, sender, origin, length = self.pieces().T
-        order = np.argsort(sender, kind="stable")
-        count = np.bincount(sender, minlength=num_ranks)
-        slot = np.arange(len(order)) - np.repeat(count.cumsum() - count, count)
-        shape = num_ranks, batch, int(count.max())
-        fields = [np.full(shape, empty, np.int64) for empty in (-1, 0, 0, 0)]
-        b = np.arange(batch)[:, None]
-        values = receiver, to + b * self.num_rows[receiver], length, origin + b * rows[sender]
-        for field, value in zip(fields, values, strict=True):
-            value = np.broadcast_to(value, (batch, len(order)))[:, order]
-            field[sender[order], :, slot] = value.T
-        dst_rank, dst_offset, seq_len, src_offset = (x.reshape(num_ranks, -1) for x in fields)
-        received = batch * self.rows_between_ranks().T
-        return Metadata(
-            dst_rank=dst_rank.astype(np.int32),
-            dst_offset=dst_offset.astype(np.uint32),
-            seq_len=seq_len.astype(np.uint32),
-            src_offset=src_offset.astype(np.uint32),
-            num_recv_tokens=np.append(received, received.sum(1)[:, None], 1).astype(np.uint32),
-            world_size=num_ranks,
-        )
 
-    def rows_before(self, rank: Any, token: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        def pieces(ranges):
+            found = []
+            for number in range(batch):
+                for rank, of_rank in enumerate(ranges):
+                    row = number * sum(end - start for start, end in of_rank)
+                    for start, end in of_rank:
+                        found += [(rank, number, start, end, row)] if start < end else []
+                        row += end - start
+            return Pieces(*np.array(found, np.int64).reshape(-1, 5).T)
+
+        num_ranks, blocks = self.layout.num_ranks, self.layout.blocks
+        own = [[(start, start + length) for start, length in of_rank] for of_rank in blocks]
+        moves = list_transfers(pieces(own), pieces(self.parts()))
+        return make_metadata(moves, num_ranks=num_ranks)
+
+    def rows_before(self, rank: Any, token: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
         """Returns the held rows of a rank before the first one of each token or of a later one."""
         table = np.zeros((self.layout.num_ranks, 2, self.layout.num_blocks), np.int32)
         for i, of_rank in enumerate(self.parts()):
             for j, (low, high) in enumerate(of_rank):
                 table[i, :, j] = low, high - low
-        start, length = take_in_bounds(table, rank)
-        inside = jnp.clip(token[..., None] - start[None, None], 0, length[None, None])
-        return jnp.sum(inside, axis=-1, dtype=jnp.int32)
+        return rows_before(token, *take_in_bounds(table, rank))
 
 
 @functools.lru_cache(maxsize=64)
@@ -608,22 +541,6 @@ def held_rows(layout: SequenceLayout, mask: Mask) -> HeldRows:
     """Returns the keys that the ranks hold, as far as a mask reaches."""
     most = layout.num_tokens
     return HeldRows(layout, *(most if x is None else min(x, most) for x in mask.reach))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class KeysAround:
-    """What `PlannedMovement` reads of a plan: the keys that move, and what each query sees."""
-
-    kv_metadata: Leaf
-    start: Leaf  # i32 [rows]
-    end: Leaf
-    num_tokens: int = dataclasses.field(metadata={"static": True})
-    kv_capacity: int = dataclasses.field(metadata={"static": True})
-
-    def local_ranges(self, rank: Any) -> tuple[Any, Any]:
-        """Returns the first and last + 1 held row of each query of this rank."""
-        return self.start, self.end
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # equal calls are traced and lowered once
@@ -634,11 +551,12 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
     seen = ranges_of_rows(packed.mask, seen, held.layout.positions(rank)[:T])
     num_held = take_in_bounds(held.num_rows.astype(np.int32), rank)
-    first = np.arange(B, dtype=np.int32)[:, None] * num_held
-    start, end = ((held.rows_before(rank, x) + first).reshape(-1) for x in (seen.start, seen.end))
-    metadata = jax.tree.map(jnp.asarray, held.metadata(B))
-    around = KeysAround(metadata, start, end, B * T, B * held.capacity)
+    bounds = held.rows_before(rank, seen.bounds)
+    bounds += np.arange(B, dtype=np.int32)[:, None, None] * num_held  # one batch row after another
+    ranges = MaskRanges(*(bounds[..., i].reshape(1, -1) for i in range(2)))
     fingerprint = None if fault is None else order_fingerprint(fault, rank)
-    arrays = named_context(vary_alike((around, fingerprint), also=exchange.axis_names))
-    movement = PlannedMovement(call, moves_queries=False)
-    return _attend_rows_of_batch(movement, *vary_alike((operands.varying(exchange), arrays)))
+    metadata = jax.tree.map(jnp.asarray, held.metadata(B))
+    gathered = Gathered(ranges, fingerprint=fingerprint, kv_metadata=metadata)
+    gathered = named_context(vary_alike(gathered, also=exchange.axis_names))
+    movement = PlannedMovement(call, B * T, 0, B * held.capacity)
+    return _attend_rows_of_batch(movement, *vary_alike((operands.varying(exchange), gathered)))

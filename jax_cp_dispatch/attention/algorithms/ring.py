@@ -14,7 +14,8 @@ from jaxtyping import Float64
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
-from jax_cp_dispatch.attention.key_chunks import CycleSchedule, DirectSchedule, OneRank, Schedule
+from jax_cp_dispatch.attention.key_chunks import Chunking, CycleSchedule, DirectSchedule, Schedule
+from jax_cp_dispatch.attention.local.ranges import SoftmaxGradients, pass_options, rank_blocks
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs, key_shapes
 from jax_cp_dispatch.attention.rotating import (
     Rotation,
@@ -23,9 +24,10 @@ from jax_cp_dispatch.attention.rotating import (
     gradient_steps,
     ranges_of_rows,
 )
-from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Traffic, Workload
+from jax_cp_dispatch.cost import Hardware, StepCost, Traffic, Workload
 from jax_cp_dispatch.cost.attention import (
     NEXT_RANK,
+    Pass,
     Receivers,
     all_others,
     attention_seconds,
@@ -42,6 +44,7 @@ from jax_cp_dispatch.cycles import (
     two_level_cycles,
 )
 from jax_cp_dispatch.documents.documents import Documents, attended_tokens
+from jax_cp_dispatch.documents.layouts import contiguous_layout, halves_in_zigzag, zigzag_layout
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.pairs import pairs_per_query
 
@@ -69,8 +72,18 @@ class RingFamily(Algorithm):
 
     def rotation(self, call: Call, mask: Mask, *qkv: Any) -> Rotation:
         """Returns the rotation of q, k and v of one rank, or of their shapes and dtypes."""
-        schedule = self.schedule(call.op, call.num_ranks)
-        return Rotation.of(call, schedule, *qkv, zigzag=self.computes_in_zigzag(mask))
+        q, k, v = qkv
+        (B, T, N, H), K, schedule = q.shape, k.shape[2], self.schedule(call.op, call.num_ranks)
+        rearranges = self.computes_in_zigzag(mask) and call.num_ranks > 1
+        rearranges &= call.order.layout == "contiguous"
+        make = halves_in_zigzag if rearranges else contiguous_layout
+        make = zigzag_layout if call.order.layout == "zigzag" else make
+        layout = make(call.num_ranks, T)
+        chunking = Chunking.of(layout, schedule.num_chunks)
+        blocks = rank_blocks(layout.num_rows, chunking.most_tokens, N, K, rows=256)
+        passes = pass_options(q, k, **call.softmax, **blocks)
+        shape = B, layout.num_rows, N, H
+        return Rotation(call, schedule, chunking, rearranges, passes, shape, K, v.shape[3])
 
     def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         keys = key_shapes(call.expansion, operands)
@@ -82,64 +95,55 @@ class RingFamily(Algorithm):
     ) -> RankProgram:
         """Of tokens in the order that the algorithm computes, as in zigzag layout."""
         rotation = self.rotation(call, documents.mask, *qkv)
-        rotation = dataclasses.replace(rotation, schedule=OneRank(rotation.schedule))
+        layout = rotation.chunking.layout
 
         def run(rank, q, k, v, of_tokens):
             operands = Operands(q, k, v)
             out, lse, _ = attend_steps(rotation, operands, of_tokens, rank)
             if not backward:
                 return out, lse
-            outputs = out, lse, out.astype(q.dtype), None
-            dq, dkv, _ = gradient_steps(rotation, operands, of_tokens, outputs, rank)
+            whole = SoftmaxGradients(out, lse, out.astype(q.dtype))
+            dq, dkv, _ = gradient_steps(rotation, operands, of_tokens, whole, rank)
             return out, dq, *dkv
 
         packed = jax.tree.map(jnp.asarray, documents)
         seen = attended_tokens(packed, packed.segment_ids.shape)
-        tokens = [np.asarray(rotation.layout.positions(rank)) for rank in range(call.num_ranks)]
+        tokens = [np.asarray(layout.positions(rank)) for rank in range(call.num_ranks)]
         ranges = [ranges_of_rows(packed.mask, seen, token) for token in tokens]
         pairs = pairs_per_query(jax.tree.map(np.asarray, seen)).sum(0)
         of_ranks = np.array([pairs[token[token >= 0]].sum() for token in tokens])
-        missing = rotation.layout.num_rows - qkv[0].shape[1]
+        missing = layout.num_rows - qkv[0].shape[1]
         shapes = [Shape((x.shape[0], x.shape[1] + missing, *x.shape[2:]), x.dtype) for x in qkv]
         return RankProgram(run, shapes, ranges, of_ranks)
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """n computations; during all but the last, keys and values move.
 
         Backward, their gradients also move, n times, in float32, each during the computation after
         the one that produces it.
         """
-        others, rows = workload.num_ranks - 1, workload.rows_per_rank
-        kv, dkv = workload.kv_bytes(rows), workload.kv_bytes(rows, itemsize=4)
-        compute = attention_seconds(
-            self._pairs(workload, hardware),
-            *(workload, hardware),
-            q_rows=rows,
-            kv_rows=rows,
-            backward=backward,
-        )
+        others, rows = of.workload.num_ranks - 1, of.workload.rows_per_rank
+        kv, dkv = of.workload.kv_bytes(rows), of.workload.kv_bytes(rows, itemsize=4)
+        compute = attention_seconds(of, self._pairs(of), q_rows=rows, kv_rows=rows)
         sent = [kv] * others + [0]
-        if backward and others:
+        if of.backward and others:
             sent = [kv, *[kv + dkv] * (others - 1), dkv, dkv]
             compute = np.append(compute, 0.0)
         return [
-            step_cost(float(seconds), *self._sent(x, workload, hardware), workload, hardware)
+            step_cost(of, float(seconds), *self._sent(of, x))
             for seconds, x in zip(compute, sent, strict=True)
         ]
 
-    def _pairs(self, workload: Workload, hardware: Hardware) -> Float64[np.ndarray, " num_ranks"]:
-        pairs = pairs_between_ranks(workload, zigzag=self.computes_in_zigzag(workload.visible))
-        rank = np.arange(workload.num_ranks)
-        return np.array([decisive_pairs(pairs[rank, rank - step], hardware) for step in rank])
+    def _pairs(self, of: Pass) -> Float64[np.ndarray, " num_ranks"]:
+        zigzag = self.computes_in_zigzag(of.workload.visible)
+        pairs = pairs_between_ranks(of.workload, zigzag=zigzag)
+        rank = np.arange(of.workload.num_ranks)
+        return np.array([decisive_pairs(pairs[rank, rank - step], of.hardware) for step in rank])
 
-    def _sent(
-        self, num_bytes: int | float, workload: Workload, hardware: Hardware
-    ) -> tuple[Traffic, Receivers]:
+    def _sent(self, of: Pass, num_bytes: int | float) -> tuple[Traffic, Receivers]:
         """Returns the traffic of a step in which each rank sends to the next."""
-        size = hardware.node_size(workload.num_ranks)
-        if size == workload.num_ranks:
+        size = of.hardware.node_size(of.workload.num_ranks)
+        if size == of.workload.num_ranks:
             return Traffic(float(num_bytes), 0.0, float(num_bytes), 0.0), NEXT_RANK
         inside = num_bytes if size > 1 else 0.0  # the last rank of a node sends to the next node
         means = num_bytes * (1 - 1 / size), num_bytes / size
@@ -153,8 +157,8 @@ class RingFamily(Algorithm):
         The backward pass rearranges dout, and dq, dk and dv back.
         """
         num_ranks, rows = workload.num_ranks, workload.rows_per_rank
-        is_there = layout == "zigzag" or not self.computes_in_zigzag(workload.visible)
-        if is_there or num_ranks == 1:
+        moves = layout != "zigzag" and self.computes_in_zigzag(workload.visible)
+        if not moves or num_ranks == 1:
             return 0.0
         q, kv = workload.q_bytes(rows), workload.kv_bytes(rows)
         inside = hardware.node_size(num_ranks) == num_ranks
@@ -280,7 +284,11 @@ class Hamilton(RingFamily):
             raise ValueError(
                 f"{op}: nodes is {nodes} but there are {num_ranks} ranks; it needs to divide them."
             )
-        rows = self._given_rows(op, num_ranks)
+        rows = None
+        if self.maps is not None:
+            rows = check_cycles(op, cycles_of_maps(op, *self.maps, num_ranks), num_ranks)
+        elif self.cycles is not None and not isinstance(self.cycles, str):
+            rows = check_cycles(op, self.cycles, num_ranks)
         if num_ranks == 1:
             return CycleSchedule(((0,),))
         if rows is not None:
@@ -291,31 +299,21 @@ class Hamilton(RingFamily):
             return DirectSchedule(num_ranks)
         return _schedule_of(hamiltonian_cycles, num_ranks)
 
-    def _given_rows(self, op: str, num_ranks: int) -> tuple[tuple[int, ...], ...] | None:
-        """Returns checked cycles, from `cycles` or `maps`."""
-        cycles: CycleRows | str | None = self.cycles
-        if self.maps is not None:
-            cycles = cycles_of_maps(*self.maps, num_ranks, op=op)
-        if cycles is None or isinstance(cycles, str):
-            return None
-        return check_cycles(cycles, num_ranks, op=op)
-
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
         num_ranks = workload.num_ranks
         nodes = num_ranks // hardware.node_size(num_ranks)
         return (cls(), cls(nodes=nodes)) if nodes > 1 else (cls(),)
 
-    def _sent(
-        self, num_bytes: int | float, workload: Workload, hardware: Hardware
-    ) -> tuple[Traffic, Receivers]:
+    def _sent(self, of: Pass, num_bytes: int | float) -> tuple[Traffic, Receivers]:
         """Returns the traffic of a step: a chunk to every other rank, or one to the next node.
 
         The cycles determine which chunks are present in a step. With packed documents, the
         computations differed from those of `Zigzag`, which are predicted, by less than 8 % for n =
         8, and by up to 25 % for n = 16. Nodes that are not those of the hardware count as none.
         """
-        num_ranks, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
+        num_ranks, hardware = of.workload.num_ranks, of.hardware
+        size = hardware.node_size(num_ranks)
         if self.nodes == 1 or self.nodes != num_ranks // size:
             return spread(num_bytes, num_ranks, hardware), all_others(num_ranks, hardware)
         chunks = size - (size in (3, 5))  # see `two_level_maps`
@@ -330,15 +328,11 @@ def _schedule_of(make: Callable[..., Any], *sizes: int) -> CycleSchedule:
 
 
 def _hashable_rows(rows: Any) -> Any:
-    """Converts rows to tuples; leaves other values for the check."""
+    """Converts rows to tuples, of Python's integers; leaves other values for the check."""
     if rows is None or isinstance(rows, str):
         return rows
+    plain = lambda x: int(x) if isinstance(x, np.integer) else x
     try:
-        return tuple(tuple(map(_plain, row)) for row in rows)
+        return tuple(tuple(map(plain, row)) for row in rows)
     except TypeError:
         return rows
-
-
-def _plain(number: Any) -> Any:
-    """Converts NumPy integers to Python's, so that messages look the same."""
-    return int(number) if isinstance(number, np.integer) else number

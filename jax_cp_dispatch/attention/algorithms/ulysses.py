@@ -19,17 +19,21 @@ from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
-from jax_cp_dispatch.attention.algorithms.exchange_once import Exchange, Movement, gather_attend
+from jax_cp_dispatch.attention.algorithms.exchange_once import (
+    Exchange,
+    Gathered,
+    Movement,
+    gather_attend,
+)
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
-from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload
-from jax_cp_dispatch.cost.attention import all_others, attention_seconds, spread, step_cost
+from jax_cp_dispatch.cost import Hardware, StepCost, Workload
+from jax_cp_dispatch.cost.attention import Pass, all_others, attention_seconds, spread, step_cost
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.documents.documents import Documents, gathered_ranges
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint
 from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.documents.segment_ids import gather_sequence, plan_to_all
 from jax_cp_dispatch.global_call import kv_copies
-from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.masks.mask import zigzag_order
 from jax_cp_dispatch.metadata.fields import single_rows
 
@@ -62,7 +66,8 @@ class HeadExchange(NamedTuple):
         """
         if self.num_ranks == 1:
             return list(arrays)
-        parts = self._move([self._by_heads(x) for x in arrays], fingerprint)
+        heads = (x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]) for x in arrays)
+        parts = self._move([jnp.moveaxis(x, 2, 0) for x in heads], fingerprint)
         return [self._in_sequence_order(x) for x in parts]
 
     def to_tokens(
@@ -101,18 +106,12 @@ class HeadExchange(NamedTuple):
         size = x.shape[0] // self.num_ranks
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.exchange.axis_name) * size, size)
 
-    def among(self, others: Float[Array, " N"], share: Float[Array, " share"]) -> Array:
-        """Returns the numbers of all heads: those of this rank's, and of the others."""
-        first = lax.axis_index(self.exchange.axis_name) * share.shape[0]
-        return lax.dynamic_update_slice_in_dim(others, share.astype(others.dtype), first, 0)
-
     def largest(self, share: Float[Array, " share"]) -> Float[Array, " N"]:
-        none = jnp.full(self.num_ranks * share.shape[0], -jnp.inf, share.dtype)
-        none = vary_alike(none, like=share)
-        return lax.pmax(self.among(none, share), self.exchange.axis_name)
-
-    def _by_heads(self, x: Array) -> Float[Array, "W B T _ _"]:
-        return jnp.moveaxis(x.reshape(*x.shape[:2], self.num_ranks, -1, x.shape[3]), 2, 0)
+        """Returns the numbers of all heads, the largest ones of all ranks."""
+        size, axis_name = share.shape[0], self.exchange.axis_name
+        none = vary_alike(jnp.full(self.num_ranks * size, -jnp.inf, share.dtype), like=share)
+        first = lax.axis_index(axis_name) * size
+        return lax.pmax(lax.dynamic_update_slice_in_dim(none, share, first, 0), axis_name)
 
     def _in_sequence_order(self, x: Float[Array, "W B T _ _"]) -> Float[Array, "B WT _ _"]:
         """Returns the rows of all ranks as one sequence."""
@@ -147,20 +146,14 @@ def sum_copies(x: Float[Array, "B T copied H"], copies: int) -> Float[Array, "B 
     return jnp.sum(x, axis=3, dtype=sum_dtype(x.dtype))
 
 
-def _repeat_forward(x: Array, copies: int) -> tuple[Array, None]:
-    return repeat_heads(x, copies), None
-
-
 def _repeat_backward(copies: int, _: None, dx: Array) -> tuple[Array]:
     return (dx if copies == 1 else sum_copies(dx, copies).astype(dx.dtype),)
 
 
-repeat_heads.defvjp(_repeat_forward, _repeat_backward)
+repeat_heads.defvjp(lambda x, copies: (repeat_heads(x, copies), None), _repeat_backward)
 
 
 # ---- Heads shared over the last mesh axis, and another algorithm over the axes before it (USP).
-
-
 #
 # The ranks of the last axis hold consecutive parts of the sequence, in zigzag order consecutive
 # blocks from both ends. So together they are one rank of the axes before it, with all their tokens,
@@ -253,14 +246,14 @@ class Ulysses(Algorithm):
     its own. Residuals per rank: its heads of q, k, v and the output, of all tokens, its lse, and
     the ranges of all tokens.
 
-    With `outer`, the heads are shared over the last axis of `axis_name` alone, for example inside
-    a node. The ranks that share them are one rank of the outer algorithm over the axes before it,
-    which moves their heads of keys, and whose steps and residuals these are. The KV heads that a
-    rank holds are those of its query heads; their gradients return in the dtype of k.
+    With `outer`, pass several axes as `axis_name`. The heads are shared over the last axis alone,
+    for example inside a node. The ranks that share them are together one rank of the outer
+    algorithm, which runs over the other axes, for each share of the heads. Steps and residuals are
+    then those of the outer algorithm. Gradients of KV heads return in the dtype of k.
 
     Attributes:
-      outer: the algorithm over the axes before the last, for example `Zigzag()`; None: the heads
-        are shared over all ranks. It plans in the call, if it plans.
+      outer: the algorithm over all axes but the last, for example `Zigzag()`. If it follows a plan,
+        it makes the plan in the call. None: the heads are shared over all axes.
     References:
       Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509); Fang and Zhao, USP (arXiv:2405.07719).
     """
@@ -316,7 +309,7 @@ class Ulysses(Algorithm):
             return attend_two_levels(self.outer, call, operands, documents)
         if call.expansion is None:
             copies = kv_copies(num_heads, operands.k.shape[2], call.num_ranks)
-        return _attend_share_of_heads(ShareOfHeads(call, copies), operands, documents)
+        return _attend_share_of_heads(call, copies, operands, documents)
 
     @classmethod
     def candidates(cls, workload: Workload, hardware: Hardware, *, layout: str, can_place: bool):
@@ -324,9 +317,7 @@ class Ulysses(Algorithm):
         divide = workload.num_heads % workload.num_ranks == 0
         return (cls(),) if divide and workload.latent_size is None else ()
 
-    def _steps(
-        self, workload: Workload, hardware: Hardware, moves: Moves | None, *, backward: bool
-    ) -> list[StepCost]:
+    def _steps(self, of: Pass) -> list[StepCost]:
         """The all-to-all before attention, a share of the heads, and the all-to-all after.
 
         Forward, q, k and v, then the output. Backward, dout, then dq, dk and dv: in float32 if KV
@@ -335,6 +326,7 @@ class Ulysses(Algorithm):
         the ranks of a node share the heads, and its steps between nodes take the place of the
         computation.
         """
+        workload, hardware, backward, _ = of
         rows, n = workload.rows_per_rank, workload.num_ranks
         if self.outer is not None:
             n = hardware.node_size(n)
@@ -346,15 +338,19 @@ class Ulysses(Algorithm):
         copies = 1
         if workload.latent_size is None:
             copies = kv_copies(workload.num_heads, workload.num_kv_heads, n)
-        compute = [StepCost(self._compute(workload, hardware, copies, backward=backward), 0.0, 0.0)]
         if self.outer is not None:
             part, links, _ = outer_workload(workload, hardware)
             compute = self.outer.step_costs(part, hardware=links, backward=backward)
+        else:
+            # Repeated KV heads share no products: on 8 virtual devices, with four copies it took
+            # 1.2 of the time of "placed", and without copies 0.9.
+            sizes: Any = {"q_rows": rows, "kv_rows": copies * rows, "is_planned": copies > 1}
+            seconds = attention_seconds(of, equal_pairs(workload, hardware), **sizes)
+            compute = [StepCost(seconds, 0.0, 0.0)]
 
         def exchange(num_bytes: float) -> StepCost:
             sent = spread(num_bytes * (n - 1) / n, n, hardware)
-            options = all_others(n, hardware), workload, hardware
-            return step_cost(0.0, sent, *options, own_bytes=num_bytes / n)
+            return step_cost(of, 0.0, sent, all_others(n, hardware), num_bytes / n)
 
         q, are_sums = float(workload.q_bytes(rows)), copies > 1 and self.outer is None
         if workload.latent_size is not None:  # go whole to every rank
@@ -363,26 +359,11 @@ class Ulysses(Algorithm):
         before, after = (q, q + kv) if backward else (q + kv, q)
         return [exchange(before), *compute, exchange(after)]
 
-    def _compute(
-        self, workload: Workload, hardware: Hardware, copies: int, *, backward: bool
-    ) -> float:
-        rows = workload.rows_per_rank
-        return attention_seconds(
-            equal_pairs(workload, hardware),
-            *(workload, hardware),
-            q_rows=rows,
-            kv_rows=copies * rows,
-            backward=backward,
-            # Repeated KV heads share no products: on 8 virtual devices, with four copies it took
-            # 1.2 of the time of "placed", and without copies 0.9.
-            is_planned=copies > 1,
-        )
-
-    def _pairs(self, workload: Workload, hardware: Hardware) -> Any:
+    def _pairs(self, of: Pass) -> Any:
         if self.outer is None:
-            return super()._pairs(workload, hardware)
-        part, links, size = outer_workload(workload, hardware)
-        return self.outer._pairs(part, links) / size  # of all heads
+            return super()._pairs(of)
+        *part, size = outer_workload(of.workload, of.hardware)
+        return self.outer._pairs(Pass(*part)) / size  # of all heads
 
     def rearrangement_seconds(
         self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
@@ -394,111 +375,74 @@ class Ulysses(Algorithm):
         return self.outer.rearrangement_seconds(part, links, **options)
 
 
-@partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
+@partial(jax.jit, static_argnums=(0, 1))  # equal calls of a program are traced and lowered once
 def _attend_share_of_heads(
-    movement: ShareOfHeads, operands: Operands, packed: Documents
+    call: Call, copies: int, operands: Operands, packed: Documents
 ) -> Outputs:
-    call, shape = movement.call, operands.q.shape[:2]
-    operands = operands.varying(call.exchange)
+    shape, operands = operands.q.shape[:2], operands.varying(call.exchange)
     order = {"layout": call.order.layout, "checks_order": call.checks_order}
     found = gathered_ranges(call.exchange, packed, shape, **order)
-    found = named_context(vary_alike(found, also=call.exchange.axis_names))
-    return gather_attend(movement, *vary_alike((operands, found)))
+    ranges, fault = named_context(vary_alike(found, also=call.exchange.axis_names))
+    fingerprint = None
+    if fault is not None:
+        fingerprint = order_fingerprint(fault, lax.axis_index(call.exchange.axis_name))
+    heads = HeadExchange(call.exchange, call.num_ranks, call.order.layout)
+    if operands.sink is not None:
+        operands = operands._replace(sink=heads.own(operands.sink))
+    given = vary_alike((operands, Gathered(ranges, fault, fingerprint)))
+    outputs: Any = gather_attend(ShareOfHeads(call, heads, copies), *given)
+    if outputs.max_logits is None:
+        return outputs
+    return outputs._replace(max_logits=heads.largest(lax.stop_gradient(outputs.max_logits)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ShareOfHeads(Movement):
-    """All tokens of a share of the heads come; `arrays`: what tokens see, and their order.
+    """All tokens of a share of the heads come, at once.
 
     Attributes:
+      heads: the exchanges.
       copies: of each KV head.
     """
 
     call: Call
+    heads: HeadExchange
     copies: int
     block_rows = 256
+    in_parts = False
 
     @property
-    def _heads(self) -> HeadExchange:
-        return HeadExchange(self.call.exchange, self.call.num_ranks, self.call.order.layout)
+    def sums_dkv(self) -> bool:
+        return self.copies > 1
 
-    def ranges(self, arrays: Any) -> MaskRanges:
-        return arrays[0]
-
-    def move(self, moved: Any) -> list[Any]:
-        return moved()
-
-    def send(self, arrays: Any, part: Operands) -> Exchange:
-        q, (_, fault) = part.q, arrays
-        fingerprint = None
-        if fault is not None:
-            here = lax.axis_index(self.call.exchange.axis_name)
-            fingerprint = order_fingerprint(fault, here)
-
-        def moved():
-            if self.call.expansion is not None:
-                return [*self._heads.to_heads([q], fingerprint), *self._heads.to_all(part.k)]
+    def send(self, gathered: Gathered, part: Operands) -> Exchange:
+        fingerprint = gathered.fingerprint
+        if self.call.expansion is not None:
+            came = [*self.heads.to_heads([part.q], fingerprint), *self.heads.to_all(part.k)]
+        else:
             kv: Any = [repeat_heads(x, self.copies) for x in part.moved]
-            return self._heads.to_heads([q, *kv], fingerprint)
+            came = self.heads.to_heads([part.q, *kv], fingerprint)
+        q, *kv = checkpoint_name_kv(came)
+        return Exchange(None, lambda _: (q, tuple(kv)))
 
-        def read(came):
-            q, *kv = checkpoint_name_kv(came)
-            return q, tuple(kv)
-
-        return Exchange(moved, read)
-
-    def give_back(self, arrays: Any, out: Array, lse: Array) -> Exchange:
+    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> Exchange:
         lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.call.return_lse else []
+        home, *lses = named_context(self.heads.to_tokens([out, *lses]))
+        return Exchange(None, lambda _: (home, lses[0][..., 0] if lses else None))
 
-        def read(came):
-            home, *lses = named_context(came)
-            return home, lses[0][..., 0] if lses else None
-
-        return Exchange(lambda: self._heads.to_tokens([out, *lses]), read)
-
-    def send_cotangents(self, arrays: Any, cotangents: Outputs) -> Exchange:
+    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
         dout, dlse, _ = cotangents
         lses = [] if dlse is None else [dlse[..., None]]
-        read = lambda came: Outputs(came[0], came[1][..., 0] if lses else None)
-        return Exchange(lambda: self._heads.to_heads([dout, *lses]), read)
+        dout, *lses = self.heads.to_heads([dout, *lses])
+        return Exchange(None, lambda _: Outputs(dout, lses[0][..., 0] if lses else None))
 
-    def give_back_gradients(self, arrays: Any, dq: Array, dkv: Any) -> Exchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
         if self.call.expansion is not None:  # None of integers
-            moving = [x for x in dkv if x is not None]
-
-            def moved():
-                return [*self._heads.to_tokens([dq]), *self._heads.sums_of_all(moving)]
-
-            def of_rows(came):
-                dq, *sums = came
-                sums = iter(sums)
-                return dq, tuple(None if x is None else next(sums) for x in dkv)
-
-            return Exchange(moved, of_rows)
-
-        def read(came):
-            dq, *dkv = came
+            (dq,) = self.heads.to_tokens([dq])
+            sums = iter(self.heads.sums_of_all([x for x in dkv if x is not None]))
+            dkv = [None if x is None else next(sums) for x in dkv]
+        else:
+            dq, *dkv = self.heads.to_tokens([dq, *dkv])
             if self.copies > 1:
                 dkv = [sum_copies(x, self.copies).astype(dq.dtype) for x in dkv]
-            return dq, tuple(dkv)
-
-        return Exchange(lambda: self._heads.to_tokens([dq, *dkv]), read)
-
-    def dkv_dtype(self, dtype: Any) -> Any:
-        """Each gradient is final; those of copies are summed first."""
-        return dtype if self.copies == 1 else None
-
-    def checked(self, arrays: Any, out: Float[Array, "..."]) -> Float[Array, "..."]:
-        _, fault = arrays
-        if fault is None:  # else one rank, and XLA's collectives, raise no error
-            return out
-        return jnp.where(fault == 0, out, jnp.nan)
-
-    def own_sink(self, sink: Float[Array, " N"]) -> Float[Array, " share"]:
-        return self._heads.own(sink)
-
-    def whole_sink(self, dsink: Float[Array, " share"], sink: Float[Array, " N"]) -> Array:
-        return self._heads.among(jnp.zeros_like(sink), dsink)
-
-    def largest(self, max_logits: Float[Array, " share"]) -> Float[Array, " N"]:
-        return self._heads.largest(max_logits)
+        return Exchange(None, lambda _: (dq, tuple(dkv)))

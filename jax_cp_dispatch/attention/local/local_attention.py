@@ -36,7 +36,6 @@ from jax_cp_dispatch.attention.local.ranges import (
     check_heads,
     check_softmax,
     pass_options,
-    ranges_of_rows,
 )
 from jax_cp_dispatch.documents.documents import (
     Documents,
@@ -255,7 +254,7 @@ def _read_ranges(op: str, shape: tuple[int, ...], given: MaskRanges) -> RowRange
     for name, x in needed.items():
         if x is None:
             raise TypeError(f"{op}: {name} is missing; a range has a start and an end. Pass it.")
-    return ranges_of_rows(given, shape)
+    return RowRanges.of_mask(given, shape)
 
 
 def _read_mask(

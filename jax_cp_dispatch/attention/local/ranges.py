@@ -190,6 +190,16 @@ class RowRanges(NamedTuple):
     kv_end: Array
     queries: KeyQueries | None = None  # None: all
 
+    @classmethod
+    def of_mask(cls, given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
+        """Returns the ranges of checked rows; `shape` is B and T."""
+        k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
+        if given.q_start is None:
+            return cls(k_start, k_end)
+        index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        start, end = (jnp.clip(clip_to_int32(x), 0, shape[1]) for x in (given.q_start, given.q_end))
+        return cls(k_start, k_end, KeyQueries(index, start, end))
+
 
 class QueryRanges(NamedTuple):
     """`KeyQueries` in blocks, and the smallest and largest numbers of each block."""
@@ -323,16 +333,6 @@ def tile_ranges(
     extremes = lambda x, y: jnp.stack([x.min(-1), y.max(-1)], -1)
     indices, starts, ends = extremes(first, last), extremes(start, start), extremes(end, end)
     return KeyRanges(rows, QueryRanges(index, indices, start, starts, end, ends))
-
-
-def ranges_of_rows(given: MaskRanges, shape: tuple[int, ...]) -> RowRanges:
-    """Returns the ranges of checked rows; `shape` is B and T."""
-    k_start, k_end = clip_to_int32(given.k_start), clip_to_int32(given.k_end)
-    if given.q_start is None:
-        return RowRanges(k_start, k_end)
-    index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    start, end = (jnp.clip(clip_to_int32(x), 0, shape[1]) for x in (given.q_start, given.q_end))
-    return RowRanges(k_start, k_end, KeyQueries(index, start, end))
 
 
 def soft_capped(options: PassOptions, logits):
