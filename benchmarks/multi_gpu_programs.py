@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_cp_dispatch import available_implementations
 from jax_cp_dispatch._dispatch.arguments import Exchange
-from jax_cp_dispatch._ranks.implementations import default_platform
+from jax_cp_dispatch._ranks.implementations import program_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
 from jax_cp_dispatch.tools import call_seconds
@@ -110,7 +110,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         inner = dict(equation.params)
         if platforms := inner.get("branches_platforms"):
             own = next(
-                i for i, names in enumerate(platforms) if not names or default_platform() in names
+                i for i, names in enumerate(platforms) if not names or program_platform() in names
             )
             inner = {"branch": inner["branches"][own]}
         for value in jax.tree.leaves(list(inner.values()), is_leaf=_is_jaxpr):
@@ -158,7 +158,7 @@ def timed(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[
       rounds: samples of each; fewer, but at least 3, of those that would take longer than LONGEST.
     """
     # Of virtual CPU devices, programs in flight may wait for each other's threads.
-    most = MOST_CALLS if default_platform() == "cuda" else 1
+    most = MOST_CALLS if program_platform() == "cuda" else 1
     calls, samples = {}, {}
     for name, run in runs.items():
         seconds = max(of_all(name, call_seconds(run)))

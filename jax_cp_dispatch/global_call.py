@@ -40,7 +40,7 @@ from jax_cp_dispatch.documents.documents import (
     with_segment_ids,
 )
 from jax_cp_dispatch.documents.segment_ids import normalize_segment_ids
-from jax_cp_dispatch.planning.plan import check_groups
+from jax_cp_dispatch.planning.plan import Plan, check_groups, is_stack
 
 # ---- The KV heads of each of the devices that share the heads.
 
@@ -127,7 +127,7 @@ def find_axes(
     batch_axis: Names = None,
     head_axis: Names = None,
     others: Any = (),
-    covers_batch: bool = False,
+    plan: Plan | None = None,
 ) -> MeshAxes:
     """Finds the axes of a call; on global arrays also its mesh, and the axes that are None.
 
@@ -136,9 +136,10 @@ def find_axes(
       arrays: [B, T, ...]; axis 2 of the first is that of the heads.
       batch_axis, head_axis: as the caller names them.
       others: a pytree of its other arrays.
-      covers_batch: whether a plan is for all rows of the batch, whose axes are then not inferred.
+      plan: if it is one plan for all rows of the batch, the axes of B are not inferred.
     """
     op, ranks = options.op, options.axis_names
+    covers_batch = plan is not None and not is_stack(plan)
     if is_on_rank(op, ranks):
         axes = explicit_axes(op, *arrays, others=others, covers_batch=covers_batch)
         if axes is None:
@@ -244,7 +245,7 @@ def _axes_of(
     none of the former.
     """
     # Axes of an outer `shard_map` or `vmap` shard nothing visible here.
-    taken = {*taken, *mesh.manual_axes, *mapped_axes()}
+    hidden = {*taken, *mesh.manual_axes, *mapped_axes()}
     for array in arrays:
         # A placed array shows all axes, and a traced one the explicit axes.
         typed = jax.typeof(array) if is_traced([array]) else array
@@ -253,12 +254,12 @@ def _axes_of(
             sizes = sharding.mesh.shape
             is_here = lambda name, sizes=sizes: 1 < sizes[name] == mesh.shape.get(name)
             names = _names(sharding.spec[dim])
-            if seen := tuple(x for x in names if x not in taken and is_here(x)):
+            if seen := tuple(x for x in names if x not in hidden and is_here(x)):
                 return seen, ()
     if not is_traced(arrays) or not (size := (*arrays[0].shape, 0)[dim]):
         return (), ()
     automatic = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    automatic = [x for x, kind in automatic if kind == AxisType.Auto and x not in taken]
+    automatic = [x for x, kind in automatic if kind == AxisType.Auto and x not in hidden]
     return (), tuple(x for x in automatic if mesh.shape[x] > 1 and size % mesh.shape[x] == 0)
 
 
@@ -508,7 +509,8 @@ def explicit_axes(op: str, *arrays: Any, others: Any, covers_batch: bool) -> Mes
     Axes of batch and heads are those of the types; over others, arrays are gathered.
 
     Args:
-      op, arrays, others, covers_batch: see `find_axes`.
+      op, arrays, others: see `find_axes`.
+      covers_batch: whether one plan is for all rows of the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _are_sharded((arrays, others)):

@@ -115,7 +115,7 @@ def _prepare(
         if not any(moves):
             continue
         planned = {name: getattr(argument.metadata, name) for name in PLANNED}
-        read = {
+        read: dict[str, Any] = {
             name: read_wide(op, f"metadata.{name}", x)
             for name, x in planned.items()
             if x is not None

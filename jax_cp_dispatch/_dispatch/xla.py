@@ -26,7 +26,6 @@ from jax_cp_dispatch._dispatch.xla_transfers import (
 )
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import (
-    default_platform,
     program_platform,
 )
 from jax_cp_dispatch._ranks.job import first_failure
@@ -380,7 +379,7 @@ def may_be_ragged(platforms: Sequence[str], backend: Any) -> bool:
         devices = tuple(backend.devices())
         if devices[0] not in jax.devices():
             return _compiles(devices)
-    return default_platform() != platforms[0] or _passes()
+    return program_platform() != platforms[0] or _passes()
 
 
 def _decided(why_not: Callable[[], str]) -> bool:

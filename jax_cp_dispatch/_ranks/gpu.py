@@ -333,8 +333,9 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
             slabs = ways[name](job)
             if isinstance(slabs, Slabs):
                 # The processes allocate channels from these together.
-                runtime.cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
-                runtime.cuda.set_agree(_agree)
+                cuda: Any = runtime.cuda
+                cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
+                cuda.set_agree(_agree)
                 return _describe(slabs, num_hosts, reasons), slabs
             reasons.append(f"{name}: {slabs}")
     return GpuWorld("xla", "; ".join(reasons)), None

@@ -245,7 +245,7 @@ def available_implementations() -> dict[str, Availability]:
 
     Call outside `jit`; with several processes, call after `initialize`. Starts the default backend.
     """
-    platforms = [default_platform()]
+    platforms = [program_platform()]
     reasons = {name: row.why_not(platforms, None) for name, row in IMPLEMENTATIONS.items()}
     return {
         name: Availability(reason is None, reason or IMPLEMENTATIONS[name].serves())
@@ -253,13 +253,12 @@ def available_implementations() -> dict[str, Availability]:
     }
 
 
-def default_platform() -> str:
-    """Returns the default backend by the name that programs are lowered for."""
-    return program_platform(jax.default_backend())
+def program_platform(name: str | None = None) -> str:
+    """Returns the name that programs are lowered for, of a backend's or a device's platform.
 
-
-def program_platform(name: str) -> str:
-    """Returns the name that programs are lowered for, of a backend's or a device's platform."""
+    None is the default backend.
+    """
+    name = name or jax.default_backend()
     return {"gpu": "cuda"}.get(name, name)
 
 
@@ -307,6 +306,6 @@ def moves_beside_work(wanted: str | None) -> bool:
     """
     row = IMPLEMENTATIONS.get(wanted or "")
     if row is None:
-        platforms = [default_platform()]
+        platforms = [program_platform()]
         row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, None) is None)
     return row in ON_GPU

@@ -200,11 +200,11 @@ def find_ranks(
     manual, is_global = mesh.manual_axes, not is_on_rank(op, names)
     if is_global and not manual:
         mesh = find_mesh(names, options.mesh, mesh, arrays)
-    missing = [name for name in names if mesh is not None and name not in mesh.axis_names]
-    if missing:
+    here = names if mesh is None else mesh.axis_names
+    if missing := [name for name in names if name not in here]:
         raise ValueError(
             f"{op}: axis_name {missing[0]!r} is not an axis of the mesh here, which has "
-            f"{tuple(mesh.axis_names)}. Name the axis whose devices are the ranks."
+            f"{tuple(here)}. Name the axis whose devices are the ranks."
         )
     open_axes, groups = (), ()
     if mesh is None:

@@ -48,7 +48,7 @@ from jax_cp_dispatch.global_call import (
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
-from jax_cp_dispatch.planning.plan import check_plan, is_of_all
+from jax_cp_dispatch.planning.plan import check_plan
 
 
 @door(
@@ -178,7 +178,7 @@ def context_parallel_attention(
         batch_axis=batch_axis,
         head_axis=head_axis,
         others=(operands, given),
-        covers_batch=is_of_all(given.plan),
+        plan=given.plan,
     )
     check_rows(OP, operands, given.segment_ids, given.positions)
     check_softmax(OP, scale, logit_soft_cap)

@@ -229,7 +229,7 @@ def gemm(
     operands = vary_alike(whole_on_explicit_axes(operands))
     rows = call.out_shape[:1] if communicates and not config.is_bulk else free_lhs
     if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
-        results = gemm_by_xla(call, operands, call.result_shapes(operands))
+        results: Any = gemm_by_xla(call, operands, call.result_shapes(operands))
     else:
         with reverse_mode_only(op):
             results = _multiply(call, operands)
@@ -376,7 +376,8 @@ def _backward(call: GemmCall, residuals, cotangents: GemmResults):
             out_shape=like.shape,
             out_dtype=like.dtype.name,
         )
-        return _multiply(form, GemmOperands(lhs=left, rhs=right)).output
+        results: Any = _multiply(form, GemmOperands(lhs=left, rhs=right))
+        return results.output
 
     dlhs = (  # dy rhs', or its transpose
         product(lhs, rhs, dy, call.rhs_transposed, True)

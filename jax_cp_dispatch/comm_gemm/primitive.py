@@ -511,7 +511,7 @@ def gemm_by_xla(call: GemmCall, operands: GemmOperands, results: GemmResults) ->
     product = lax.dot_general(
         lhs,
         rhs,
-        (dims, ((), ())),
+        ((dims[0], dims[1]), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=wide,
     )

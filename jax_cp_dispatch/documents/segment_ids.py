@@ -101,7 +101,8 @@ def normalize_segment_ids(
     given = [x for x in (ids, positions) if x is not None]
     if not given or not all(isinstance(x, np.ndarray) for x in given):
         return numbered, positions
-    segments, places = np.ones(given[0].shape, np.int32) if ids is None else ids, positions
+    segments: Any = np.ones(given[0].shape, np.int32) if ids is None else ids
+    places = positions
     if order is not None:
         segments, places = (x if x is None else x[:, order] for x in (segments, places))
     begins = run_begins(segments, places)

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def check_plan(plan: Any) -> None:
     if "num_seqs" in fields:
         num_seqs, num_slots = fields["num_seqs"], seq_len.shape[1]
         derived: dict[str, Any] = {**fields, "num_seqs": None}
-        last = Metadata(**derived, world_size=world_size).num_seqs
+        last = cast(np.ndarray, Metadata(**derived, world_size=world_size).num_seqs)
         _refuse(
             (num_seqs < last) | (num_seqs > num_slots),
             f"num_seqs is {{}}; it needs to lie in [{{}}, {num_slots}], from the last slot in use "
@@ -144,7 +144,8 @@ def _host_fields(plan: Any) -> tuple[dict[str, np.ndarray], bool]:
 def _check_destinations(fields: dict[str, np.ndarray], length: np.ndarray) -> None:
     """Requires that destination ranges cover exactly the expected rows, each of them once."""
     dst_rank, offset = fields["dst_rank"], fields["dst_offset"]
-    home, mask = fields.get("recv_seq_lens"), fields.get("seq_recv_mask")
+    home: Any = fields.get("recv_seq_lens")
+    mask: Any = fields.get("seq_recv_mask")
     size = fields["num_recv_tokens"][:, -1]
     if home is not None:
         mask = np.ones((*home.shape, 1), bool) if mask is None else mask
@@ -154,7 +155,7 @@ def _check_destinations(fields: dict[str, np.ndarray], length: np.ndarray) -> No
         "dst_offset {} with seq_len {} ends outside of the {} rows that rank {} receives",
         *(offset, length, size[dst_rank], dst_rank),
     )
-    shards = np.argwhere((dst_rank >= 0) & (length > 0))  # rows (rank, slot[, replica])
+    shards: Any = np.argwhere((dst_rank >= 0) & (length > 0))  # rows (rank, slot[, replica])
     to, start, tokens = (x[tuple(shards.T)] for x in (dst_rank, offset, length))
     order = np.lexsort((start, to))
     shards, to, start, tokens = (x[order] for x in (shards, to, start, tokens))

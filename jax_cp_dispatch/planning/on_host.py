@@ -102,7 +102,7 @@ def _make_plan(
         queries = list_transfers(home, pieces)
         num_queries = rank_sums(queries.target, queries.tokens, num_ranks)
         values = num_queries, num_keys, counts(queries.source), *of_pieces
-        needs = dict(zip(CAPACITIES, values, strict=True))
+        needs: dict[str, np.ndarray] = dict(zip(CAPACITIES, values, strict=True))
         of_blocks = 8 * min(config.rows_per_block, documents.columns // num_ranks)
         steps = {"q_capacity": of_blocks, "kv_capacity": of_blocks}
         sizes = static_sizes(_OP, request, needs, _ACTIONS, steps)

@@ -396,11 +396,6 @@ def is_stack(plan: Plan | None) -> bool:
     return plan is not None and plan.fingerprint.ndim > 2
 
 
-def is_of_all(plan: Plan | None) -> bool:
-    """Whether this is one plan, for all rows of a batch."""
-    return plan is not None and not is_stack(plan)
-
-
 def plan_of_group(op: str, plan: Plan) -> Plan:
     """Returns the plan of this group of ranks, which alone it has of stacked ones."""
     if not is_stack(plan):

@@ -38,7 +38,6 @@ from jax_cp_dispatch.global_call import (
     refuse_explicit_axes,
 )
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.planning.plan import is_of_all
 from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces
 
 
@@ -178,7 +177,7 @@ def call_layer(
             batch_axis=call.get("batch_axis"),
             head_axis=call.get("head_axis"),
             others=(weights, carried, given),
-            covers_batch=is_of_all(given.plan),
+            plan=given.plan,
         )
         given, missing, checks_order = fit_documents(op, given, axes, shape)
         layer = dataclasses.replace(layer, checks_order=checks_order)

@@ -57,6 +57,15 @@ def receive_halo(
       after: instead, the tokens after each piece of `pieces.earlier`.
       shifted: move only those that a shift by `width` moves into the piece; others are zero.
     """
+    metadata = halo_metadata(pieces, width, after, shifted)
+    to = pieces.num_slots
+    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
+    (moved,) = move(exchange, [part])
+    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), moved)
+
+
+def halo_metadata(pieces: Pieces, width: int, after: bool, shifted: bool) -> Metadata:
+    """Returns this rank's view of the exchange; its slots are its pieces' rows for other pieces."""
     senders, targets = pieces.earlier, pieces.later
     own, mine = pieces.own_earlier, pieces.own_later
     if after:
@@ -74,7 +83,7 @@ def receive_halo(
     def slots(x: Array) -> Array:
         return jnp.where(moves, x, 0).reshape(-1).astype(jnp.uint32)
 
-    metadata = Metadata(
+    return Metadata(
         dst_rank=jnp.where(moves, targets.rank[target], -1).reshape(-1),
         dst_offset=slots(targets.slot[target] * width + first - origin),
         seq_len=slots(tokens),
@@ -82,10 +91,6 @@ def receive_halo(
         num_recv_tokens=jnp.append(received, received.sum(dtype=jnp.int32)).astype(jnp.uint32),
         world_size=pieces.world_size,
     )
-    to = pieces.num_slots
-    part = outgoing(rows, metadata, capacity=to * width, fingerprint=pieces.fingerprint)
-    (moved,) = move(exchange, [part])
-    return jax.tree.map(lambda x: x.reshape(to, width, *x.shape[1:]), moved)
 
 
 def _needed(

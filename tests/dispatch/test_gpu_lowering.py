@@ -326,7 +326,7 @@ def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     assert asked == [[0, 1, 2, 3]]
     assert CUDA_PEER.why_not(["cuda"], pairs_in(2)) == why
     assert asked[1:] == [[0, 1], [2, 3]]
-    monkeypatch.setattr(implementations, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(implementations, "program_platform", lambda *_: "cuda")
     assert cp.available_implementations()["cuda_peer"] == (False, why)
     *_, found = itertools.islice(try_implementations(), 2)  # of the doctor
     assert found == Finding("transport cuda_peer", why, "missing")

@@ -29,16 +29,16 @@ SEGMENT_IDS = np.repeat([[1, 2, 2, 3]], 32, axis=1)
 
 # Files, functions, and calls of checks.
 LIMITS = {
-    "balanced": (37, 302, 95),
-    "zigzag": (32, 270, 83),
-    "ulysses": (31, 240, 77),
-    "experts": (19, 121, 98),
-    "all_gather_matmul": (19, 134, 24),
+    "balanced": (37, 222, 83),
+    "zigzag": (31, 208, 73),
+    "ulysses": (30, 181, 60),
+    "experts": (19, 108, 98),
+    "all_gather_matmul": (19, 108, 24),
 }
 
 
 # Files, and changes of file, of functions of balanced attention that get q, forward.
-LIMITS_OF_Q = (0, 0)
+LIMITS_OF_Q = (16, 50)
 NUM_HEADS, SIZE = 14, 5  # of q, for 2 KV heads: no other array ends with 14 or 7, rows and 5
 
 
@@ -87,7 +87,11 @@ def entered(function, x):
 
 
 def trace(function, x, profile):
-    """Traces and lowers a function without anything that earlier calls have left."""
+    """Traces and lowers a function without anything that earlier calls have left.
+
+    The first time does not count: it warns, and finds what stays the same in a process.
+    """
+    jax.jit(function).lower(x)
     jax.clear_caches()
     for cached in gc.get_objects():
         if isinstance(cached, functools._lru_cache_wrapper) and PACKAGE.name in cached.__module__:
@@ -107,9 +111,9 @@ def holds_q(x):
         return any(map(holds_q, x.values()))
     if isinstance(x, tuple | list):
         return any(map(holds_q, x))
-    shape = getattr(x, "shape", ())
-    is_shape = isinstance(shape, tuple) and len(shape) > 2
-    return is_shape and shape[-1] == SIZE and bool({NUM_HEADS, NUM_HEADS // 2} & set(shape))
+    shape = getattr(x, "shape", None)
+    dims = shape if isinstance(shape, tuple) else ()
+    return dims[-1:] == (SIZE,) and bool({NUM_HEADS, NUM_HEADS // 2} & set(dims))
 
 
 def test_path_of_q():
@@ -127,7 +131,8 @@ def test_path_of_q():
     trace(lambda q: attend("balanced", (q, *kv)), q, follow)
     changes = sum(a != b for a, b in itertools.pairwise(files))
     print(f"q alone: {len(set(files))} files, {changes} changes of file")
-    assert (len(set(files)), changes) <= LIMITS_OF_Q
+    assert len(set(files)) <= LIMITS_OF_Q[0]
+    assert changes <= LIMITS_OF_Q[1]
 
 
 @pytest.mark.parametrize("name", LIMITS)

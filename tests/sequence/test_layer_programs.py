@@ -15,7 +15,7 @@ from jax_cp_dispatch import sequence
 from jax_cp_dispatch._ranks.options import read_options  # inner: nothing public counts rows
 from jax_cp_dispatch.sequence.call_layer import Carried  # inner: the same
 from jax_cp_dispatch.sequence.chains import CutPieces, _links  # inner: the same
-from jax_cp_dispatch.sequence.shift import _metadata  # inner: the same
+from jax_cp_dispatch.sequence.shift import halo_metadata  # inner: the same
 
 
 @partial(jax.jit, static_argnames=("num_ranks", "width"))
@@ -24,7 +24,7 @@ def counts_of_ranks(documents, num_ranks, width):
         exchange = read_options("test", AXIS)
         pieces = sequence.document_pieces(documents, axis_name=AXIS)
         plans, *_ = _links(CutPieces.of(exchange, pieces, Carried()))
-        before, after = (_metadata(pieces, width, side, True) for side in (False, True))
+        before, after = (halo_metadata(pieces, width, side, True) for side in (False, True))
         exchanges = before, after, *plans
         return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])
 

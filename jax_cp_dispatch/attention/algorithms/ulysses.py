@@ -362,8 +362,8 @@ class Ulysses(Algorithm):
     def _pairs(self, of: Pass) -> Any:
         if self.outer is None:
             return super()._pairs(of)
-        *part, size = outer_workload(of.workload, of.hardware)
-        return self.outer._pairs(Pass(*part)) / size  # of all heads
+        workload, hardware, size = outer_workload(of.workload, of.hardware)
+        return self.outer._pairs(Pass(workload, hardware)) / size  # of all heads
 
     def rearrangement_seconds(
         self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
@@ -390,7 +390,7 @@ def _attend_share_of_heads(
     if operands.sink is not None:
         operands = operands._replace(sink=heads.own(operands.sink))
     given = vary_alike((operands, Gathered(ranges, fault, fingerprint)))
-    outputs: Any = gather_attend(ShareOfHeads(call, heads, copies), *given)
+    outputs: Any = gather_attend(ShareOfHeads(call, heads, copies, copies > 1), *given)
     if outputs.max_logits is None:
         return outputs
     return outputs._replace(max_logits=heads.largest(lax.stop_gradient(outputs.max_logits)))
@@ -408,12 +408,9 @@ class ShareOfHeads(Movement):
     call: Call
     heads: HeadExchange
     copies: int
+    sums_dkv: bool
     block_rows = 256
     in_parts = False
-
-    @property
-    def sums_dkv(self) -> bool:
-        return self.copies > 1
 
     def send(self, gathered: Gathered, part: Operands) -> Exchange:
         fingerprint = gathered.fingerprint

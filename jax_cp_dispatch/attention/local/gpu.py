@@ -153,7 +153,8 @@ class _Call(NamedTuple):
         bounds = tuple(jnp.clip(clip_to_int32(x), 0, k.shape[1]) for x in ranges[:2])
         queries = () if ranges.queries is None else tuple(ranges.queries)
         sizes = zip((q, k, v), (size, size, value_size), strict=True)
-        return cls(options, *(with_rows(x, n, 3) for x, n in sizes), bounds, queries)
+        q, k, v = (with_rows(x, n, 3) for x, n in sizes)
+        return cls(options, q, k, v, bounds, queries)
 
     @classmethod
     def of_blocks(cls, options: PassOptions, q, kv, ranges: KeyRanges) -> _Call:

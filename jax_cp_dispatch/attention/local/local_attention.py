@@ -143,7 +143,7 @@ def local_attention(
     _check_options(op, q, k, v, softmax, blocks)
     given, named = MaskRanges(kv_start, kv_end, q_start, q_end), (segment_ids, positions, mask)
     if kv_start is None and kv_end is None:
-        ranges, dense = _read_mask(q.shape[1], k.shape[:2], given, documents, named)
+        ranges, dense = _read_mask(q.shape[1], (k.shape[0], k.shape[1]), given, documents, named)
     elif documents is None and all(x is None for x in named):
         ranges, dense = _read_ranges(op, q.shape[:2], given), None
     else:

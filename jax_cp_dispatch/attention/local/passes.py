@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def _primitive(
 
         for platform, find in {None: lambda *_: None, **platforms}.items():
             mlir.register_lowering(primitive, functools.partial(lower, find), platform=platform)
-        return bind
+        return cast(Any, bind)
 
     def batch(operands, dims, **params):
         (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
