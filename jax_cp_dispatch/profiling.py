@@ -222,8 +222,7 @@ def overlap_profile(fn: Callable[..., Any], *operands: Any) -> OverlapProfile:
     if not recorded:
         raise ValueError(
             "overlap_profile: the program ran no GEMM with communication on a transport of this "
-            "package. See available_implementations(). On GPUs, calls in command buffers are not "
-            "recorded; set XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            "package. See available_implementations()."
         )
     axes = {op.split(" over ")[-1] for op, *_ in recorded}
     if len(axes) > 1:

@@ -70,37 +70,35 @@ def call_of(name):
     return functools.partial(attend, name), arrays((1, 128, 8, 4), *[(1, 128, 2, 4)] * 2)
 
 
-def entered(function, x):
-    """Returns how often each function of the package is called."""
-    calls = {}
-
-    def count(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and code.co_name[0] != "<":
-            calls[code] = calls.get(code, 0) + 1
-
-    def loss(x):
-        return jnp.sum(function(x))
-
-    trace(jax.value_and_grad(loss), x, count)
-    return calls
-
-
-def trace(function, x, profile):
-    """Traces and lowers a function without anything that earlier calls have left.
+def entered(function, x, counts=lambda frame: True):
+    """Traces and lowers; returns the code of each call of a function of the package that counts.
 
     The first time does not count: it warns, and finds what stays the same in a process.
     """
+    calls = []
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and counts(frame):
+            calls.append(code)
+
     jax.jit(function).lower(x)
     jax.clear_caches()
     for cached in gc.get_objects():
         if isinstance(cached, functools._lru_cache_wrapper) and PACKAGE.name in cached.__module__:
             cached.cache_clear()
-    sys.setprofile(profile)
+    sys.setprofile(note)
     try:
         jax.jit(function).lower(x)
     finally:
         sys.setprofile(None)
+    return calls
+
+
+def gets_q(frame):
+    given = inspect.getargvalues(frame)
+    names = filter(None, (*given.args, given.varargs, given.keywords))
+    return any(holds_q(given.locals[name]) for name in names)
 
 
 def holds_q(x):
@@ -116,30 +114,21 @@ def holds_q(x):
     return dims[-1:] == (SIZE,) and bool({NUM_HEADS, NUM_HEADS // 2} & set(dims))
 
 
-def test_path_of_q():
-    files = []
-
-    def follow(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
-            given = inspect.getargvalues(frame)
-            names = filter(None, (*given.args, given.varargs, given.keywords))
-            if any(holds_q(given.locals[name]) for name in names):
-                files.append(code.co_filename)
-
-    q, *kv = arrays((1, 128, NUM_HEADS, SIZE), (1, 128, 2, SIZE), (1, 128, 2, 3))
-    trace(lambda q: attend("balanced", (q, *kv)), q, follow)
-    changes = sum(a != b for a, b in itertools.pairwise(files))
-    print(f"q alone: {len(set(files))} files, {changes} changes of file")
-    assert len(set(files)) <= LIMITS_OF_Q[0]
-    assert changes <= LIMITS_OF_Q[1]
-
-
 @pytest.mark.parametrize("name", LIMITS)
 def test_path(name):
-    calls = entered(*call_of(name))
-    files = {code.co_filename for code in calls}
-    checks = sum(n for code, n in calls.items() if code.co_name.strip("_").startswith(CHECKS))
-    print(f"{name}: {len(files)} files, {len(calls)} functions, {checks} checks")
-    for number, limit in zip((len(files), len(calls), checks), LIMITS[name], strict=True):
-        assert number <= limit
+    function, x = call_of(name)
+    calls = entered(jax.value_and_grad(lambda x: jnp.sum(function(x))), x)
+    codes = [code for code in calls if code.co_name[0] != "<"]
+    checks = sum(code.co_name.strip("_").startswith(CHECKS) for code in codes)
+    found = len({code.co_filename for code in codes}), len(set(codes)), checks
+    print("{}: {} files, {} functions, {} checks".format(name, *found))
+    assert np.all(np.array(found) <= LIMITS[name])
+
+
+def test_path_of_q():
+    q, *kv = arrays((1, 128, NUM_HEADS, SIZE), (1, 128, 2, SIZE), (1, 128, 2, 3))
+    calls = entered(lambda q: attend("balanced", (q, *kv)), q, gets_q)
+    files = [code.co_filename for code in calls]
+    found = len(set(files)), sum(a != b for a, b in itertools.pairwise(files))
+    print("q alone: {} files, {} changes of file".format(*found))
+    assert np.all(np.array(found) <= LIMITS_OF_Q)
