@@ -1,4 +1,5 @@
-// The kernels of dispatch and combine, launched on a stream.
+// The kernels of dispatch and combine, of products and of the meetings around them, launched on a
+// stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,7 +40,7 @@ cudaError_t LoadNvshmemKernels(int device);
 cudaError_t LaunchNvshmemCall(const kernels::Call& call, int num_blocks, cudaStream_t stream);
 
 // ---- Launches the kernels around a product, and those in which ranks meet for an overlapped
-// product.
+// product. None synchronizes; `num_blocks` applies to one launch.
 
 cudaError_t LaunchSum(const kernels::SumCall& call, int num_blocks, cudaStream_t stream);
 cudaError_t LaunchColumns(const kernels::ColumnsCall& call, int num_blocks, cudaStream_t stream);

@@ -96,7 +96,8 @@ Status PlanDispatch(const std::string& op, const std::vector<std::unique_ptr<Con
 Status PlanCombine(const std::string& op, const std::vector<std::unique_ptr<Contribution>>& ranks,
                    WorkList* work, const MessageNames& names = {});
 
-// ---- What is wrong with a plan, in the words that CPU and GPUs have in common.
+// ---- What is wrong with a plan, in the words that CPU and GPUs have in common. Each continues a
+// message that begins with the operation and, but for the first two, a rank.
 
 constexpr char kIsFallback[] =
     ": the plan is a fallback: its batch does not fit the config, so nothing was planned. Use "

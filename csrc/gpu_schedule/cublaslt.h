@@ -16,7 +16,8 @@
 namespace cpd {
 
 // ---- The part of cuBLASLt's C interface that is used here, declared by value: not every toolkit
-// or driver has its headers, and the library is opened on first use.
+// or driver has its headers, and the library is opened on first use. Unchanged since CUDA 12.9;
+// numbers as in NVIDIA's cublasLt.h and library_types.h.
 
 namespace lt {
 
@@ -182,8 +183,7 @@ class CublasLt {
   // Opens the library: by name, as JAX does, or from `path` in tests.
   Status Open(const std::string& op, const char* path = nullptr);
 
-  // Opens the library and creates the handle of the current device. Both allocate, so call this
-  // before any recording.
+  // Opens the library and creates the handle of the current device. Both allocate: call this first.
   Status Prepare(const std::string& op, int device);
 
   // Enqueues the product on the stream, with the algorithm that was first chosen for its shape, on

@@ -368,7 +368,7 @@ CPD_DEVICE void Pull(const Block& block, const Rank& rank, SumScratch* scratch) 
 }
 
 // ---- Additional steps for ranks that reach each other over a network: dispatch puts its rows,
-// combine gets them.
+// combine gets them. The network cannot access XLA's arrays, so both use the staging area.
 
 // A strip that goes to or comes from one remote rank.
 struct RemoteStrip : Strip {

@@ -54,7 +54,10 @@ class QueryShares {
       cost_ += costs_[document] = CostOf(document);
     }
     for (std::vector<int32_t>& documents : home_documents_) {
-      KeepSmallest(&documents, documents.size(), [&](int32_t x) { return -problem.lengths[x]; });
+      std::sort(documents.begin(), documents.end(), [&](int32_t a, int32_t b) {
+        const int64_t x = problem.lengths[a], y = problem.lengths[b];
+        return x != y ? x > y : a < b;
+      });
     }
     std::vector<int64_t> speeds = problem.speeds;
     if (speeds.empty()) speeds.assign(problem.num_ranks, 1);

@@ -1,4 +1,4 @@
-// Streams of ranks on threads, and recorded spans: what each rank did and when.
+// Streams of ranks: their interface, on threads, and recorded spans of what each rank did and when.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 namespace cpd {
 
 // ---- The chunked part of the transport interface: puts, signals and asynchronous waits, in order
-// on the streams of a rank.
+// on the streams of a rank. A schedule is recorded for all ranks that have met, and then runs.
 
 enum class SpanKind : uint8_t { kComputation, kCommunication };
 

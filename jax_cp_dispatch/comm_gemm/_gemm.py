@@ -230,6 +230,8 @@ def gemm(
     rows = call.out_shape[:1] if communicates and not config.is_bulk else free_lhs
     if 0 in (*left, *right):  # jaxlib 0.11 crashes on empty arrays
         results: Any = gemm_by_xla(call, operands, call.result_shapes(operands))
+    elif not call.has_derivative:
+        results = bind_gemm(call, operands)
     else:
         with reverse_mode_only(op):
             results = _multiply(call, operands)
@@ -350,16 +352,6 @@ def _forward(call, operands):
 def _backward(call: GemmCall, residuals, cotangents: GemmResults):
     operands, pre_gelu = residuals
     lhs, rhs, dy = operands.lhs, operands.rhs, cotangents.output
-    if call.comm.axis_names:
-        raise NotImplementedError(
-            f"{call.op}: with communication, no derivative is defined. Use all_gather_matmul or "
-            "matmul_reduce_scatter, which are each other's derivative (reverse mode)."
-        )
-    if call.scaling_mode != ScalingMode.NO_SCALING or call.grad:
-        raise NotImplementedError(
-            f"{call.op}: with scaled operands or grad, no derivative is defined. Define it with "
-            "jax.custom_vjp around the call."
-        )
     if pre_gelu is not None:
         wide = sum_dtype(pre_gelu.dtype)
         _, pull = jax.vjp(jax.nn.gelu, pre_gelu.astype(wide))
@@ -510,9 +502,11 @@ def grouped_gemm(
             f"{op}: got {mode}; groups have one scale each. Use CURRENT_TENSOR_SCALING or "
             "DELAYED_TENSOR_SCALING, or dequantize."
         )
-    operands = whole_on_explicit_axes((lhs, rhs, bias, group_sizes, of_both))
+    operands = vary_alike(whole_on_explicit_axes((lhs, rhs, bias, group_sizes, of_both)))
+    if not call.has_derivative:
+        return _bind_groups(call, *operands)
     with reverse_mode_only(op):
-        return _multiply_groups(call, *vary_alike(operands))  # as their cotangents do
+        return _multiply_groups(call, *operands)  # they vary as their cotangents do
 
 
 def _read_groups(op: str, given: Any) -> tuple[Any, bool, bool]:
@@ -530,7 +524,14 @@ def _read_groups(op: str, given: Any) -> tuple[Any, bool, bool]:
 
 # ---- Its primitive, and its derivative: grouped gemms again, of transposed operands.
 
-grouped_gemm_p = make_primitive("grouped_gemm", Operation.GROUPED_GEMM)
+grouped_gemm_p = make_primitive(
+    "grouped_gemm",
+    Operation.GROUPED_GEMM,
+    lambda call: (
+        f"no derivative is defined with {call.scaling_mode}. Quantize inside a function whose "
+        "derivative you define, or differentiate it with NO_SCALING (reverse mode)."
+    ),
+)
 
 
 # The call says by `lhs_transposed` that rows are contracted: lhs [M, K] and rhs [M, N] give
@@ -602,9 +603,8 @@ def grouped_gemm_by_xla(
     return jnp.where(is_row, product, 0).astype(call.out_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @jax.named_scope("cpd.gemm")
-def _multiply_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales) -> Any:
+def _bind_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales) -> Any:
     """Binds one call; `scales` are those of lhs and rhs, or None."""
     nothing = jnp.zeros(1, jnp.float32)
     bias = nothing if bias is None else bias.astype(call.out_dtype)
@@ -620,14 +620,11 @@ def _multiply_groups(call: GemmCall, lhs, rhs, bias, group_sizes, scales) -> Any
     return grouped_gemm_p.bind(*operands, call=call, results=result)[0]
 
 
+_multiply_groups = jax.custom_vjp(_bind_groups, nondiff_argnums=(0,))
+
+
 def _groups_backward(call: GemmCall, residuals, dy):
     lhs, rhs, bias, sizes, scales = residuals
-    if call.scaling_mode != ScalingMode.NO_SCALING:
-        raise NotImplementedError(
-            f"{call.op}: no derivative is defined with {call.scaling_mode}. Quantize inside a "
-            "function whose derivative you define, or differentiate it with NO_SCALING (reverse "
-            "mode)."
-        )
 
     def product(a, b, like, shape, *, contracts_rows=False, rhs_transposed=False) -> Any:
         form = dataclasses.replace(

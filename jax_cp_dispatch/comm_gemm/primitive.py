@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._arrays import sum_dtype
@@ -133,6 +133,11 @@ class GemmCall:
         return self.scaling_mode == ScalingMode.MXFP8_1D_SCALING
 
     @property
+    def has_derivative(self) -> bool:
+        communicates = bool(self.comm.axis_names)
+        return not (communicates or self.grad or self.scaling_mode != ScalingMode.NO_SCALING)
+
+    @property
     def scale_layouts(self) -> tuple[BlockLayout, BlockLayout]:
         """Layouts of the scales of lhs and rhs: blocks of 32 lie along the contracted dimension."""
         return (
@@ -240,13 +245,21 @@ class GemmCall:
 # ---- The primitives. Their parameters: the call, which operands there are, and the results.
 
 
-def make_primitive(name: str, operation: Operation) -> Primitive:
-    """Returns a primitive that the implementations lower; its callers define derivatives."""
+def make_primitive(name: str, operation: Operation, why: Callable[[GemmCall], str]) -> Primitive:
+    """Returns a primitive that the implementations lower; `why` it has no derivative of a call.
+
+    A `jax.custom_vjp` around it defines the derivative of calls with `has_derivative`.
+    """
+
+    def refuse(*_, call: GemmCall, **params):
+        raise NotImplementedError(f"{call.op}: {why(call)}")
+
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(_shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
-    mlir.register_lowering(primitive, functools.partial(_lower, operation))
+    ad.primitive_jvps[primitive] = refuse
+    mlir.register_lowering(primitive, functools.partial(_lower, primitive, operation))
     batching.primitive_batchers[primitive] = functools.partial(one_after_another, primitive)
     return primitive
 
@@ -256,12 +269,12 @@ def _shapes(*operands, results: Any, **_):
     return [update(shape=x.shape, dtype=x.dtype) for x in jax.tree.leaves(results)]
 
 
-def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
+def _lower(primitive: Primitive, operation: Operation, ctx, *operands, call: GemmCall, **params):
     def with_all_axes_manual(*operands):  # arrays that vary over automatic axes are gathered
         mesh = jax.sharding.get_abstract_mesh()
         local = dataclasses.replace(call, comm=call.comm.inside(mesh))
         return with_manual_axes(
-            functools.partial(gemm_p.bind, call=local, **params),
+            functools.partial(primitive.bind, call=local, **params),
             call.comm.open_axes,
             mesh,
             in_specs=(P(),) * len(operands),
@@ -275,7 +288,19 @@ def _lower(operation: Operation, ctx, *operands, call: GemmCall, **params):
     return rule(ctx, *operands, call=call, choice=choice, **params)
 
 
-gemm_p = make_primitive("gemm", Operation.GEMM)
+def _why_no_derivative(call: GemmCall) -> str:
+    if call.comm.axis_names:
+        return (
+            "with communication, no derivative is defined. Use all_gather_matmul or "
+            "matmul_reduce_scatter, which are each other's derivative (reverse mode)."
+        )
+    return (
+        "with scaled operands or grad, no derivative is defined. Define it with jax.custom_vjp "
+        "around the call."
+    )
+
+
+gemm_p = make_primitive("gemm", Operation.GEMM, _why_no_derivative)
 
 
 @jax.named_scope("cpd.gemm")
