@@ -297,12 +297,13 @@ def chunk_maps(cycles: CycleRows) -> tuple[list[list[int]], list[list[int]]]:
     """Returns the chunk that moves on each link when every chunk follows its cycle.
 
     Args:
-      cycles: see `check_cycles`; an empty list for one rank.
+      cycles: rows of ranks; see `hamiltonian_cycles`. An empty list for one rank.
     Returns:
       `out_chunk[a][b]`, the chunk that rank a sends to rank b, and `in_chunk[a][b]`, the one that a
       receives from b; -1 for none. Each is the transpose of the other.
     Raises:
-      ValueError, TypeError: see `check_cycles`.
+      ValueError: a row is not a permutation of the ranks, or two rows use one link.
+      TypeError: rows of anything but integers.
     """
     num_ranks, rows = ranks_and_cycles("chunk_maps", cycles)
     out_chunk = [[-1] * num_ranks for _ in range(num_ranks)]

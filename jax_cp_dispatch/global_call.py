@@ -337,9 +337,12 @@ def fit_documents(
         return documents, 0, True
     missing = -num_tokens % num_ranks
     if missing and (plan is not None or documents.order.layout == "zigzag"):
+        step = "Pad the tokens (segment 0 is padding) before you plan or reorder them."
+        if plan is not None and plan.is_placed:
+            step = "Pass the tokens of the placement."
         raise ValueError(
             f"{op}: T is {num_tokens} but {ranks}, which must divide it with a plan, and in zigzag "
-            "order. Pad the tokens (segment 0 is padding) before you plan or reorder them."
+            f"order. {step}"
         )
     if plan is not None:
         if plan.world_size != num_ranks:
@@ -377,7 +380,7 @@ def on_all_ranks(
       num_differentiable: how many operands, the first ones, have derivatives.
     """
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
-    # Whether an operand varies over an axis that a surrounding `shard_map` has made manual.
+    # An operand may vary over an axis that a surrounding `shard_map` has made manual.
     if any(varying_axes(x) - axes.manual for x in jax.tree.leaves(operands)):
         shard_map = partial(shard_map_inside, num_differentiable=num_differentiable)
     mapped = shard_map(

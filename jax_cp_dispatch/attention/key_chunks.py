@@ -312,8 +312,9 @@ class Schedule(abc.ABC):
         """Where the chunks in each slot of each rank go after each step."""
 
     @property
+    @abc.abstractmethod
     def num_chunks(self) -> int:
-        return len(self.routes)
+        """The chunks of a rank."""
 
     @abc.abstractmethod
     def held(self, rank, step) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
@@ -348,6 +349,10 @@ class CycleSchedule(Schedule):
     rows: tuple[tuple[int, ...], ...]
 
     @property
+    def num_chunks(self) -> int:
+        return len(self.rows)
+
+    @property
     def routes(self) -> Routes:
         nexts = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in self.rows]
         return tuple(tuple(following[rank] for rank in sorted(following)) for following in nexts)
@@ -377,15 +382,18 @@ class DirectSchedule(Schedule):
     num_ranks: int
 
     @property
+    def num_chunks(self) -> int:
+        return self.num_ranks - 1
+
+    @property
     def routes(self) -> Routes:
         n = self.num_ranks
         return tuple(tuple((rank + 1 + slot) % n for rank in range(n)) for slot in range(n - 1))
 
     def _chunks(self, step):
         """Returns the chunk in each slot at `step` >= 1."""
-        num_chunks = self.num_ranks - 1
-        first = np.arange(num_chunks, dtype=np.int32) + 1 + num_chunks
-        return divided(jnp.asarray(first) - step, num_chunks)[1]
+        first = np.arange(self.num_chunks, dtype=np.int32) + 1 + self.num_chunks
+        return divided(jnp.asarray(first) - step, self.num_chunks)[1]
 
     def held(self, rank, step):
         slot = jnp.arange(self.num_ranks - 1, dtype=jnp.int32)

@@ -60,9 +60,10 @@ class Documents:
       positions: integers [B, T]; the position of each token in its document, for example for RoPE.
         None: counted from 0; of padding, 0.
       mask: which keys a token sees, in calls without `mask=`; its arrays are in this order.
-      plans: plans of attention for these tokens, a tuple of `Plan`; set by `with_plan`, which holds
-        one, or by `Placement.documents`, with one for each mask of the placement. A call follows
-        the plan for its mask. Without plans, a call that needs one makes it.
+      plans: plans of attention for these tokens, a tuple of `Plan`; set by `with_plan` (one; in
+        placed order one more), or by `Placement.documents`, with one for each mask of the
+        placement. A call follows the plan for its mask. Without plans, a call that needs one makes
+        it.
       order: of the tokens (static). Do not pass it, nor `columns`.
       columns: tokens T of a whole batch row (static).
       counted: whether positions were counted, and so say no more than the ids (static). Pass False

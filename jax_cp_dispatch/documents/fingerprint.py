@@ -181,7 +181,7 @@ def rank_fingerprint(
         fingerprint = fingerprint[0] if fingerprint.shape[0] == 1 else fingerprint[rank]
     digest, *expected = fingerprint
     values, seen = [digest], (rank, *_seen(segment_ids, positions, mask, 1))
-    for x, y in zip(expected, seen, strict=False):
+    for x, y in zip(expected, seen[: len(expected)], strict=True):
         values += [x, x if y is None else y.reshape(())]
     return jnp.stack(values + (_FINGERPRINT_SIZE - len(values)) * [jnp.int32(0)])
 

@@ -161,8 +161,8 @@ def document_starts(
     segment_ids: Integer[HostOrDevice, "B T"], positions: Integer[HostOrDevice, "B T"] | None
 ) -> Any:
     """Returns the column at which each column's document starts; -1 at padding (segment <= 0)."""
-    xp = np if isinstance(segment_ids, np.ndarray) else jnp
     starts = running_max(begin_columns(run_begins(segment_ids, positions)))
+    xp = np if isinstance(starts, np.ndarray) else jnp
     return xp.where(segment_ids > 0, starts, -1)
 
 

@@ -110,8 +110,7 @@ class SlidingWindow(StaticMask):
 
     def clipped(self, num_tokens: int) -> StaticMask:
         left, right = (None if x is None else min(x, num_tokens) for x in (self.left, self.right))
-        left = None if left is None else max(left, 1)
-        return dataclasses.replace(self, left=left, right=right)
+        return SlidingWindow(None if left is None else max(left, 1), right)
 
     def simplified(self) -> Mask:
         left, right = (no_limit_if_large(x) for x in (self.left, self.right))

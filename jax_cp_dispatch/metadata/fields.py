@@ -302,7 +302,8 @@ class Metadata:
         if in_use is None:
             return view
         fields = {name: getattr(view, name) for name in _PER_SLOT}
-        used = {name: x[: in_use[rank]] for name, x in fields.items() if x is not None}
+        end = int(in_use[rank])
+        used = {name: x[:end] for name, x in fields.items() if x is not None}
         return dataclasses.replace(view, **used)
 
     def local_view(self, rank: Any) -> "Metadata":

@@ -435,7 +435,7 @@ class Halo(Algorithm):
         workload, hardware, backward, _ = of
         batch, held = len(workload.rows), self._held(workload)
         size, capacity = hardware.node_size(workload.num_ranks), batch * held.capacity
-        sent, own = held.metadata(batch).rows_between_ranks(), workload.rows_per_rank
+        sent, own = batch * held.metadata(1).rows_between_ranks(), workload.rows_per_rank
         rows = {"q_rows": own, "kv_rows": capacity}
         compute = attention_seconds(of, self._pairs(of), **rows, is_planned=True)
         row = workload.kv_bytes(1, itemsize=4 if backward else None)

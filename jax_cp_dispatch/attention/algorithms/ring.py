@@ -95,6 +95,9 @@ class RingFamily(Algorithm):
     ) -> RankProgram:
         """Of tokens in the order that the algorithm computes, as in zigzag layout."""
         rotation = self.rotation(call, documents.mask, *qkv)
+        if isinstance(rotation.schedule, DirectSchedule):  # nothing moves: a ring copies no chunks
+            ring = CycleSchedule((tuple(range(call.num_ranks)),) * rotation.schedule.num_chunks)
+            rotation = dataclasses.replace(rotation, schedule=ring)
         layout = rotation.chunking.layout
 
         def run(rank, q, k, v, of_tokens):
