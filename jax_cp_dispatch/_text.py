@@ -22,6 +22,8 @@ _UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
 
 def outline(self: Any) -> str:
     """A `__repr__` for a dataclass or a NamedTuple: arrays are dtype and shape, int32[4,8]."""
+    if isinstance(self, type):
+        return self.__name__
     if dataclasses.is_dataclass(self):
         names = [field.name for field in dataclasses.fields(self)]
     elif hasattr(self, "_fields"):

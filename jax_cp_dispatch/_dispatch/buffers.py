@@ -2,7 +2,7 @@
 
 import operator
 import threading
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from jax_cp_dispatch._arguments import check_rows
 from jax_cp_dispatch._ranks import runtime
@@ -97,7 +97,7 @@ def buffer_limits(op: str, buffer: SupportsIndex) -> BufferLimits:
         return _limits[id]
 
 
-def read_integer(op: str, name: str, value: SupportsIndex, needs: str) -> int:
+def read_integer(op: str, name: str, value: Any, needs: str) -> int:
     """Returns `value` as a Python integer; rejects bool, although it has `__index__`."""
     try:
         if not isinstance(value, bool):

@@ -1,8 +1,7 @@
 """The path of a call: the files and functions of the package that it enters, and its checks.
 
-Each call is traced and lowered for this platform, with its gradient; and q alone is followed, from
-function to function that gets it. The numbers only go down: a new capability pays by what it
-removes. `pytest -s` prints them.
+Each call is traced and lowered for this platform, with its gradient; and q alone is followed. The
+numbers only go down: a new capability pays by what it removes. `pytest -s` prints them.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ import jax_cp_dispatch as cpd
 from jax_cp_dispatch import experts
 
 PACKAGE = Path(cpd.__file__).parent
-CHECKS = ("check", "read", "refuse")  # how their names begin
 SEGMENT_IDS = np.repeat([[1, 2, 2, 3]], 32, axis=1)
 
 # Files, functions, and calls of checks.
@@ -35,15 +33,9 @@ LIMITS = {
     "experts": (19, 108, 98),
     "all_gather_matmul": (19, 108, 24),
 }
-
-
 # Files, and changes of file, of functions of balanced attention that get q, forward.
 LIMITS_OF_Q = (16, 50)
 NUM_HEADS, SIZE = 14, 5  # of q, for 2 KV heads: no other array ends with 14 or 7, rows and 5
-
-
-def arrays(*shapes):
-    return [jnp.ones(shape) for shape in shapes]
 
 
 def attend(algorithm, qkv):
@@ -57,17 +49,14 @@ def route_and_return(x):
     return experts.combine_tokens(experts.dispatch_tokens(x, routing), None, routing)
 
 
-def multiply(operands):
-    return cpd.all_gather_matmul(*operands, axis_name=AXIS, mesh=mesh_of(8))
-
-
 def call_of(name):
     if name == "experts":
         ranks = {"mesh": mesh_of(8), "in_specs": P(AXIS), "out_specs": P(AXIS)}
         return jax.shard_map(route_and_return, **ranks), jnp.ones((64, 4))
     if name == "all_gather_matmul":
-        return multiply, arrays((64, 8), (8, 64))
-    return functools.partial(attend, name), arrays((1, 128, 8, 4), *[(1, 128, 2, 4)] * 2)
+        multiply = functools.partial(cpd.all_gather_matmul, axis_name=AXIS, mesh=mesh_of(8))
+        return lambda x: multiply(*x), [jnp.ones((64, 8)), jnp.ones((8, 64))]
+    return functools.partial(attend, name), [jnp.ones((1, 128, heads, 4)) for heads in (8, 2, 2)]
 
 
 def entered(function, x, counts=lambda frame: True):
@@ -97,18 +86,15 @@ def entered(function, x, counts=lambda frame: True):
 
 def gets_q(frame):
     given = inspect.getargvalues(frame)
-    names = filter(None, (*given.args, given.varargs, given.keywords))
-    return any(holds_q(given.locals[name]) for name in names)
+    return holds_q([given.locals.get(x) for x in (*given.args, given.varargs, given.keywords)])
 
 
 def holds_q(x):
     """Whether an argument is q, its rows or tiles, or a record of them."""
     if dataclasses.is_dataclass(x) and type(x).__module__.startswith(PACKAGE.name):
         x = vars(x)
-    if isinstance(x, dict):
-        return any(map(holds_q, x.values()))
-    if isinstance(x, tuple | list):
-        return any(map(holds_q, x))
+    if isinstance(x, dict | tuple | list):
+        return any(map(holds_q, x.values() if isinstance(x, dict) else x))
     shape = getattr(x, "shape", None)
     dims = shape if isinstance(shape, tuple) else ()
     return dims[-1:] == (SIZE,) and bool({NUM_HEADS, NUM_HEADS // 2} & set(dims))
@@ -119,14 +105,15 @@ def test_path(name):
     function, x = call_of(name)
     calls = entered(jax.value_and_grad(lambda x: jnp.sum(function(x))), x)
     codes = [code for code in calls if code.co_name[0] != "<"]
-    checks = sum(code.co_name.strip("_").startswith(CHECKS) for code in codes)
+    checks = sum(code.co_name.strip("_").startswith(("check", "read", "refuse")) for code in codes)
     found = len({code.co_filename for code in codes}), len(set(codes)), checks
     print("{}: {} files, {} functions, {} checks".format(name, *found))
     assert np.all(np.array(found) <= LIMITS[name])
 
 
 def test_path_of_q():
-    q, *kv = arrays((1, 128, NUM_HEADS, SIZE), (1, 128, 2, SIZE), (1, 128, 2, 3))
+    sizes = (NUM_HEADS, SIZE), (2, SIZE), (2, 3)
+    q, *kv = (jnp.ones((1, 128, *of_heads)) for of_heads in sizes)
     calls = entered(lambda q: attend("balanced", (q, *kv)), q, gets_q)
     files = [code.co_filename for code in calls]
     found = len(set(files)), sum(a != b for a, b in itertools.pairwise(files))
