@@ -60,10 +60,7 @@ def call_of(name):
 
 
 def entered(function, x, counts=lambda frame: True):
-    """Traces and lowers; returns the code of each call of a function of the package that counts.
-
-    The first time does not count: it warns, and finds what stays the same in a process.
-    """
+    """Traces and lowers twice; returns the code of each call of the second time that counts."""
     calls = []
 
     def note(frame, event, _):
@@ -86,7 +83,7 @@ def entered(function, x, counts=lambda frame: True):
 
 def gets_q(frame):
     given = inspect.getargvalues(frame)
-    return holds_q([given.locals.get(x) for x in (*given.args, given.varargs, given.keywords)])
+    return holds_q([given.locals.get(str(x)) for x in (*given.args, *given[1:3])])
 
 
 def holds_q(x):
@@ -112,8 +109,7 @@ def test_path(name):
 
 
 def test_path_of_q():
-    sizes = (NUM_HEADS, SIZE), (2, SIZE), (2, 3)
-    q, *kv = (jnp.ones((1, 128, *of_heads)) for of_heads in sizes)
+    q, *kv = (jnp.ones((1, 128, *x)) for x in ((NUM_HEADS, SIZE), (2, SIZE), (2, 3)))
     calls = entered(lambda q: attend("balanced", (q, *kv)), q, gets_q)
     files = [code.co_filename for code in calls]
     found = len(set(files)), sum(a != b for a, b in itertools.pairwise(files))
