@@ -56,7 +56,7 @@ def check_plan(plan: Any) -> None:
     sums = received.sum(1)
     differs = "{} is {{}}, but num_recv_tokens sums to {{}}"
     _refuse(total[:, 0] != sums, differs.format("num_recv_tokens' last column"), total[:, 0], sums)
-    totals = fields.get("num_total_recv_tokens", sums)
+    totals: Any = fields.get("num_total_recv_tokens", sums)
     of_totals = differs.format("num_total_recv_tokens") + ". If omitted, it is derived"
     _refuse(totals != sums, of_totals, totals, sums)
     if is_view:
