@@ -17,7 +17,7 @@ from jax_cp_dispatch.tools.programs import (
     AXIS,
     FRESH,
     MEMCPY,
-    Exchange,
+    ExchangeProgram,
     Ranks,
 )
 
@@ -31,7 +31,7 @@ def main() -> None:
     T = arguments.tokens
     start_cpu_devices(W)
     ranks = Ranks.of_devices(W, arguments.repeats)
-    exchange = Exchange(ranks, T, FEATURE, ml_dtypes.bfloat16)
+    exchange = ExchangeProgram(ranks, T, FEATURE, ml_dtypes.bfloat16)
     exchange.check()
 
     # The same total of received rows, but as four copies of a quarter of the tokens.

@@ -23,7 +23,7 @@ from jax_cp_dispatch.tools.programs import (
     METHODS,
     SCATTER,
     TOLERANCE,
-    Exchange,
+    ExchangeProgram,
     Product,
     Ranks,
     make_segment_ids,
@@ -53,7 +53,7 @@ class Gate:
 
     def _exchanges(self) -> None:
         for tokens, feature in ((64, (3,)), (2048 if self._ranks.is_gpu else 128, (16, 128))):
-            Exchange(self._ranks, tokens, feature, jnp.bfloat16).check()
+            ExchangeProgram(self._ranks, tokens, feature, jnp.bfloat16).check()
 
     def _gemms(self) -> None:
         n = 16 * self._ranks.count

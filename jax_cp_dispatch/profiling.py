@@ -40,7 +40,7 @@ from jax_cp_dispatch.attention.algorithms.algorithm import RankProgram, Shape
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
 from jax_cp_dispatch.attention.local.passes import attend_blocks
 from jax_cp_dispatch.attention.local.ranges import OnlineSoftmax, check_softmax
-from jax_cp_dispatch.attention.operands import Call, Operands, check_rows
+from jax_cp_dispatch.attention.operands import Call, Operands, check_operand_rows
 from jax_cp_dispatch.attention.rotating import Rotation, attend_sequence, rearranged, token_ranges
 from jax_cp_dispatch.comm_gemm import CommGemmChoice
 from jax_cp_dispatch.cycles import CycleRows
@@ -401,7 +401,7 @@ def hamilton_attention_profile(
     check_softmax(op, scale, logit_soft_cap)
     call = Call(options, (num_ranks,), q.shape[2], given.order, scale, logit_soft_cap)
     refuse(algorithm, call, given.mask)
-    check_rows(op, Operands(q, k, v), given.segment_ids, given.positions)
+    check_operand_rows(op, Operands(q, k, v), given.segment_ids, given.positions)
     B, T = q.shape[:2]
     if T % num_ranks:
         raise ValueError(

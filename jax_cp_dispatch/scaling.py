@@ -225,7 +225,7 @@ def quantize(
     """
     mode = ScalingMode.read("quantize", "mode", mode)
     dtype = _check_dtype("quantize", dtype)
-    check_layout("quantize", layout)
+    check_scale_layout("quantize", layout)
     if axis_name is not None:
         check_axis_name("quantize", axis_name)
     is_delayed = mode == ScalingMode.DELAYED_TENSOR_SCALING
@@ -304,7 +304,7 @@ def dequantize(q: Quantized, dtype: Any = jnp.float32) -> Float[Array, "..."]:
             "with quantize, or use q.data.astype."
         )
     if is_blocks:
-        check_layout("dequantize", q.layout)
+        check_scale_layout("dequantize", q.layout)
         check_blocks("dequantize", "q.data", q.data.shape, q.layout)
     shape = scales_shape(q.data.shape, q.layout) if is_blocks else (1,)
     kind = jnp.dtype(jnp.uint8 if is_blocks else jnp.float32)
@@ -434,7 +434,7 @@ def check_blocks(op: str, name: str, shape: tuple[int, ...], layout: BlockLayout
         )
 
 
-def check_layout(op: str, layout: Any) -> None:
+def check_scale_layout(op: str, layout: Any) -> None:
     if layout not in ("row", "column"):
         raise ValueError(
             f"{op}: layout is {layout!r}; it needs to be 'row', blocks along the last dimension "
@@ -458,7 +458,7 @@ def pad_scales(
     Raises:
       TypeError, ValueError: an argument has the wrong type or shape, or `layout` is unknown.
     """
-    check_layout("pad_scales", layout)
+    check_scale_layout("pad_scales", layout)
     fill = [(0, -n % unit) for n, unit in zip(scales.shape, _tile(layout), strict=True)]
     return jnp.pad(scales, fill)
 
@@ -512,7 +512,7 @@ def swizzle_scales(
     References:
       NVIDIA, cuBLAS documentation, "1D block scaling factors layout".
     """
-    check_layout("swizzle_scales", layout)
+    check_scale_layout("swizzle_scales", layout)
     if any(n % unit for n, unit in zip(scales.shape, _tile(layout), strict=True)):
         raise ValueError(
             f"swizzle_scales: scales have shape {scales.shape}; layout {layout!r} needs multiples "
@@ -540,7 +540,7 @@ def unswizzle_scales(
     Raises:
       TypeError, ValueError: `tiles` is not an array of tiles, or `layout` is unknown.
     """
-    check_layout("unswizzle_scales", layout)
+    check_scale_layout("unswizzle_scales", layout)
     num_rows, num_columns, _ = tiles.shape
     scales = tiles.reshape(num_rows, num_columns, 32, 4, 4).transpose(0, 3, 2, 1, 4)
     scales = scales.reshape(num_rows * 128, num_columns * 4)

@@ -356,7 +356,7 @@ def _sharding_rule(exchange: Exchange, avals_in: Sequence[Any], avals_out: Seque
 
 
 register_lowering(Operation.EXCHANGE, _lower_by_call, on=[*ON_CPU, *ON_GPU])
-register_lowering(Operation.EXCHANGE, xla.lower, on=[XLA])
+register_lowering(Operation.EXCHANGE, xla.lower_by_xla, on=[XLA])
 
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
@@ -366,7 +366,7 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     if comm.implementation is None:
         by_xla = "cpu" not in ctx.module_context.platforms
     if exchange.by_collectives is not None and by_xla:  # these need no axes opened
-        return xla.lower(ctx, *operands, exchange=exchange)
+        return xla.lower_by_xla(ctx, *operands, exchange=exchange)
     if comm.open_axes:
         opened = functools.partial(_on_every_device, exchange=exchange)
         return lower_opened(opened, ctx, *operands)
@@ -374,7 +374,7 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     if choice.implementation in ON_GPU and (missing := _what_gpus_lack(exchange)):
         choice = fall_back(choice, exchange.op, comm, missing)
     if exchange.is_global:
-        here = functools.partial(xla.move, exchange, False)
+        here = functools.partial(xla.move_by_xla, exchange, False)
         if choice.implementation in ON_GPU:
             here = _custom_call(ctx, exchange, None)
         return _lower_partitioned(ctx, *operands, exchange=exchange, on_one_device=here)

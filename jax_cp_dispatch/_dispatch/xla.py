@@ -19,8 +19,8 @@ from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._dispatch.xla_transfers import (
     MetadataOperands,
-    Transfers,
     XlaRanks,
+    XlaTransfers,
     find_sources,
     read_transfers,
 )
@@ -47,7 +47,7 @@ from jax_cp_dispatch.metadata import compute_metadata
 
 
 def _send_or_return(
-    plan: Transfers,
+    plan: XlaTransfers,
     ranks: XlaRanks,
     arrays: Sequence[Shaped[Array, "rows ..."]],
     num_rows: int,
@@ -83,7 +83,7 @@ MAX_GATHERED_BYTES = 2**30
 
 
 def _gather_in_turns(
-    plan: Transfers,
+    plan: XlaTransfers,
     ranks: XlaRanks,
     arrays: Sequence[Shaped[Array, "capacity ..."]],
     num_home: int,
@@ -125,7 +125,7 @@ def _gather_in_turns(
 
 
 def dispatch_with_xla(
-    ranks: XlaRanks, plan: Transfers, arrays: Sequence[Shaped[Array, "rows ..."]], capacity: int
+    ranks: XlaRanks, plan: XlaTransfers, arrays: Sequence[Shaped[Array, "rows ..."]], capacity: int
 ) -> list[Shaped[Array, "out_rows ..."]]:
     """Sends each shard to the ranks that the plan names, bit for bit; other rows are zero.
 
@@ -149,7 +149,7 @@ def dispatch_with_xla(
 
 def combine_with_xla(
     ranks: XlaRanks,
-    plan: Transfers,
+    plan: XlaTransfers,
     arrays: Sequence[Shaped[Array, "rows ..."]],
     num_tokens: int,
     dtypes: Sequence[str],
@@ -264,7 +264,7 @@ class _Sums(NamedTuple):
 
 
 def _sum_of_rank(
-    rank: Array, plan: Transfers, sources: list[_Sources], num_tokens: int
+    rank: Array, plan: XlaTransfers, sources: list[_Sources], num_tokens: int
 ) -> list[Array]:
     """Returns the sums of one rank's rows, by the bits in which they move."""
     dst_rank, dst_row, src_row, num_rows = (x[rank] for x in plan[:4])
@@ -349,7 +349,7 @@ def _carrier(dtype: Any) -> Any:
     return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
 
 
-def _finish(bits: Array, dtype: Any, plan: Transfers) -> Array:
+def _finish(bits: Array, dtype: Any, plan: XlaTransfers) -> Array:
     """Returns the result, or NaN (zero) if the plan is invalid."""
     nan = complex(np.nan, np.nan) if jnp.issubdtype(dtype, jnp.complexfloating) else np.nan
     says_invalid = np.array(nan if jnp.issubdtype(dtype, jnp.inexact) else 0).astype(dtype)
@@ -468,19 +468,19 @@ def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
     return jnp.sum(jnp.stack(counts))[None]
 
 
-def lower(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = None) -> Any:
+def lower_by_xla(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = None) -> Any:
     """Lowers the part of one rank."""
     program, is_static = ctx.module_context, exchange.by_collectives is not None
     ragged = not is_static and may_be_ragged(program.platforms, program.backend)
-    run = functools.partial(move, exchange, ragged)
+    run = functools.partial(move_by_xla, exchange, ragged)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def move(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
+def move_by_xla(exchange: Exchange, ragged: bool, *operands: Any) -> list[Any]:
     """Makes the exchange of one rank, or of a device that holds the rows of all ranks."""
     if any(canonicalize_dtype(x.dtype) != x.dtype for x in operands):
         with jax.enable_x64(True):  # which the partitioner has left
-            return move(exchange, ragged, *operands)
+            return move_by_xla(exchange, ragged, *operands)
     fields, arrays, _ = exchange.split(operands)
     if exchange.by_collectives is not None:
         moved = exchange.by_collectives(arrays)

@@ -59,7 +59,7 @@ class XlaRanks(NamedTuple):
         return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
 
 
-class Transfers(NamedTuple):
+class XlaTransfers(NamedTuple):
     """The transfers of all ranks, and whether the native handlers would accept them."""
 
     dst_rank: Int32[Array, "W S C"]  # -1 where nothing moves
@@ -89,7 +89,7 @@ def read_transfers(
     num_tokens: int,
     capacity: int,
     fingerprint: Int32[Array, " 9"] | None = None,
-) -> Transfers:
+) -> XlaTransfers:
     """Gathers the metadata of all ranks and checks it; the rest of an invalid plan is undefined.
 
     `num_tokens` are rows per rank of the sender's arrays, `capacity` those of the receive buffers.
@@ -141,10 +141,10 @@ def read_transfers(
         is_right = jnp.all(all_[:, 1::2] == all_[:, 2::2])
         is_valid &= is_right & jnp.all(all_[:, 0] == all_[0, 0])
     num_rows = jnp.max(num_moved, axis=2)
-    return Transfers(dst_rank, dst_row, src_row, num_rows, is_contiguous, received, is_valid)
+    return XlaTransfers(dst_rank, dst_row, src_row, num_rows, is_contiguous, received, is_valid)
 
 
-def find_sources(plan: Transfers, rank: Array, capacity: int) -> tuple[Array, Array]:
+def find_sources(plan: XlaTransfers, rank: Array, capacity: int) -> tuple[Array, Array]:
     """Returns, per row of the rank's receive buffer, its source rank (-1: none) and row."""
     _, num_slots, num_replicas = plan.dst_rank.shape
     ranks, begins, ends, replicas = plan.received

@@ -24,7 +24,7 @@ from jax_cp_dispatch.attention.operands import (
     Call,
     Operands,
     Outputs,
-    check_rows,
+    check_operand_rows,
     check_specs,
     read_operands,
     with_own_heads,
@@ -180,7 +180,7 @@ def context_parallel_attention(
         others=(operands, given),
         plan=given.plan,
     )
-    check_rows(OP, operands, given.segment_ids, given.positions)
+    check_operand_rows(OP, operands, given.segment_ids, given.positions)
     check_softmax(OP, scale, logit_soft_cap)
     check_mask_arrays(OP, given.mask, q.shape[:2])
     if axes.manual and expansion is not None:

@@ -93,7 +93,7 @@ def softmax_gradients(op: str, out: Any, lse: Any, cotangents: Outputs) -> Softm
     return SoftmaxGradients(out, lse, dout, None if dlse is None else jnp.swapaxes(dlse, 1, 2))
 
 
-def check_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
+def check_operand_rows(op: str, operands: Operands, segment_ids: Any, positions: Any) -> None:
     """Requires that arrays of one rank, or of all ranks, match."""
     q, k, v, *_ = operands
     if v is not None:  # not latent rows, which `read_operands` checks

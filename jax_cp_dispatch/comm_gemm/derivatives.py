@@ -30,13 +30,13 @@ from jax_cp_dispatch.comm_gemm.rank import (
     constrain,
     gradients_of_rank,
     keeps_token_axes,
+    pad_rows,
     partition_gradients,
     partition_product,
     product_of_rank,
     real_rows,
     split_like,
     weight_spec,
-    with_rows,
 )
 from jax_cp_dispatch.scaling import DelayedScaling, MatmulScaling, largest_magnitude
 
@@ -148,9 +148,9 @@ def _sum_to_ranks(s: Matmul, gathered):
     """Sums gathered rows over ranks and returns each rank's own; only for second derivatives."""
     room, total = max(s.row_counts), sum(s.row_counts)
     if s.mesh is not None:
-        return with_rows(gathered, s.comm.num_ranks * room)
+        return pad_rows(gathered, s.comm.num_ranks * room)
     wide = gathered.astype(sum_dtype(gathered.dtype))
-    summed = with_rows(jax.lax.psum(wide, s.comm.axis_names), total + room)
+    summed = pad_rows(jax.lax.psum(wide, s.comm.axis_names), total + room)
     begins = jnp.array([sum(s.row_counts[:rank]) for rank in range(s.comm.num_ranks)])
     begin = begins[jax.lax.axis_index(s.comm.axis_names)]
     own = jax.lax.dynamic_slice_in_dim(summed, begin, room, axis=-2)

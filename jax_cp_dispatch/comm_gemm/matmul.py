@@ -39,7 +39,7 @@ from jax_cp_dispatch.comm_gemm.rank import (
     Matmul,
     check_contracted_blocks,
     dividing_axes,
-    with_rows,
+    pad_rows,
 )
 from jax_cp_dispatch.cost import CommGemmShape
 from jax_cp_dispatch.global_call import MeshAxes, explicit_axes, on_all_ranks
@@ -522,7 +522,7 @@ def _of_all_ranks(
             )
     rows, room = operands.tokens_shape[-1], p * max(s.row_counts)
     if gathers:
-        operands = dataclasses.replace(operands, x=with_rows(operands.x, room))
+        operands = dataclasses.replace(operands, x=pad_rows(operands.x, room))
     if context.open_axes:
         refuse_mapped_explicit_axes(s.op, context.mesh)
         outs = _inside_shard_map(s, context, operands, state)

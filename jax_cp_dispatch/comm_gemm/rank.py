@@ -428,7 +428,7 @@ def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
         dx = dot(dy, w, ((last, (1 - contracted,)), ((), ())))
         pair = (dy, x) if s.rhs_transposed else (x, dy)
         dw = dot(*pair, ((tuple(range(x.ndim - 1)),) * 2, ((), ())))
-        return [with_rows(dx.astype(x.dtype), room), dw.astype(w.dtype)]
+        return [pad_rows(dx.astype(x.dtype), room), dw.astype(w.dtype)]
     aux = x
     if s.is_scaled:
         lhs, rhs = s.quantize(x, w, scales)
@@ -440,10 +440,10 @@ def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
     out = out.astype(s.out_dtype)
     if s.gathers:
         return [out, aux] if keeps else [out]
-    return [with_rows(out, s.comm.num_ranks * max(s.row_counts))]
+    return [pad_rows(out, s.comm.num_ranks * max(s.row_counts))]
 
 
-def with_rows(x, num_rows: int):
+def pad_rows(x, num_rows: int):
     """Pads x to `num_rows` rows."""
     missing = num_rows - x.shape[-2]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x

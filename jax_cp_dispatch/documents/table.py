@@ -123,7 +123,7 @@ def document_table(
         tokens, first, ids = map(np.concatenate, (rows, first, ids))
         documents = DocumentTable(tokens, first, ids, ids, len(rows), columns)
     check_columns(op, documents.columns, world_size)
-    check_sizes(op, documents, world_size)
+    check_table_sizes(op, documents, world_size)
     return documents
 
 
@@ -188,7 +188,7 @@ def check_columns(op: str, columns: int, world_size: int) -> None:
         )
 
 
-def check_sizes(op: str, documents: DocumentTable, world_size: int) -> None:
+def check_table_sizes(op: str, documents: DocumentTable, world_size: int) -> None:
     """Requires that rows of a rank have 32-bit numbers, and that 64 bits count all pairs."""
     num_tokens = documents.num_tokens // world_size
     if num_tokens > _MOST_ROWS:

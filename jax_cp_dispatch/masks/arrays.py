@@ -21,7 +21,7 @@ from jax_cp_dispatch.masks.mask import (
     Order,
     check_made_packed,
     gathered,
-    is_traced,
+    has_tracers,
     maximum,
     minimum,
 )
@@ -73,7 +73,7 @@ def _ends_fit(column: Any, end: Any, *, nested: bool = False) -> Any:
 
     If runs are nested, no end between them may be behind it.
     """
-    following = (jnp if is_traced(end) else np).concatenate([end[:, 1:], end[:, -1:]], axis=1)
+    following = (jnp if has_tracers(end) else np).concatenate([end[:, 1:], end[:, -1:]], axis=1)
     fits = following <= end if nested else following == end
     return (end > column) & ((column + 1 >= end) | fits)
 
@@ -166,7 +166,7 @@ class PrefixLM(ArrayMask):
 
     def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
         is_outside = self.prefix_end == 0
-        before = (jnp if is_traced(self.prefix_end) else np).roll(self.prefix_end, 1, axis=1)
+        before = (jnp if has_tracers(self.prefix_end) else np).roll(self.prefix_end, 1, axis=1)
         follows = (column == start) | (before > 0)
         return [
             (is_outside | _ends_fit(column, self.prefix_end), _OF_OTHER_COLUMNS),
@@ -220,7 +220,7 @@ class SharedPrefix(_UntilEnd):
     q_end: Int32[Array | np.ndarray, "B T"]
 
     def __init__(self, completion_ids: Integer[Array | np.ndarray, "B T"]) -> None:
-        xp = jnp if is_traced(completion_ids) else np
+        xp = jnp if has_tracers(completion_ids) else np
         completion_ids = gathered(completion_ids)
         if isinstance(completion_ids, np.ndarray):  # one run for each id between two prompts
             ids, is_first = completion_ids, run_begins(completion_ids)
@@ -285,10 +285,10 @@ class Tree(_UntilEnd):
         parents: Integer[Array | np.ndarray, "B S"],
     ) -> None:
         span_ids, parents = (gathered(x, rows=True) for x in (span_ids, parents))
-        if not is_traced(span_ids, parents):
+        if not has_tracers(span_ids, parents):
             _check_numbers(span_ids, parents)
         q_end, rules = _subtree_ends(span_ids, parents)
-        if is_traced(q_end):  # attention refuses such ends
+        if has_tracers(q_end):  # attention refuses such ends
             is_right = jnp.stack([x.all() for x, _ in rules]).all()
             q_end = jnp.where(is_right, q_end, -1)
         else:
@@ -321,7 +321,7 @@ def _subtree_ends(span_ids: Any, parents: Any) -> tuple[Any, list[tuple[Any, str
     Each rule is booleans of all spans, and what a false one means: spans are not trees in
     depth-first order.
     """
-    xp: Any = jnp if is_traced(span_ids, parents) else np
+    xp: Any = jnp if has_tracers(span_ids, parents) else np
     (B, T), S = span_ids.shape, parents.shape[1]
     none = B * S  # the spans of all batch rows are in one list, whose last stands for none
     column = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))

@@ -104,14 +104,14 @@ class Mask(abc.ABC):
 
 def maximum(x: Any, y: Any) -> Any:
     """Returns the larger elements; of NumPy arrays by NumPy."""
-    return (jnp if is_traced(x, y) else np).maximum(x, y)
+    return (jnp if has_tracers(x, y) else np).maximum(x, y)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    return (jnp if is_traced(x, y) else np).minimum(x, y)
+    return (jnp if has_tracers(x, y) else np).minimum(x, y)
 
 
-def is_traced(*arrays: Any) -> bool:
+def has_tracers(*arrays: Any) -> bool:
     """Whether one of these is an array of JAX."""
     return any(isinstance(x, jax.Array) for x in arrays)
 
@@ -283,7 +283,7 @@ def _triangle(q: Any, k: Any) -> Any:
     return both * (both + 1) // 2 + (q - both) * both
 
 
-def check_tokens(mask: Any, name: str, value: Any, *, minimum: int) -> None:
+def check_token_count(mask: Any, name: str, value: Any, *, minimum: int) -> None:
     """Requires an integer of at least `minimum`, and sets it as one of Python."""
     op = type(mask).__name__
     check_integer(op, name, value)
@@ -360,7 +360,7 @@ def gathered(x: Any, *, rows: bool = False) -> Any:
 
     Runs and trees cross the shards. Attention shards what it takes.
     """
-    if not is_traced(x):
+    if not has_tracers(x):
         return x
     sharding = jax.typeof(x).sharding
     sharded, columns = (*sharding.spec, None, None)[:2]

@@ -13,8 +13,8 @@ from jax_cp_dispatch.masks.mask import (
     Mask,
     MaskRanges,
     StaticMask,
-    check_tokens,
-    is_traced,
+    check_token_count,
+    has_tracers,
     minimum,
     no_limit_if_large,
 )
@@ -61,7 +61,7 @@ class FirstAndWindow(Mask):
         return True
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
-        xp = jnp if is_traced(column, start, end) else np
+        xp = jnp if has_tracers(column, start, end) else np
         near = column + minimum(end - column, self.left)
         q_end = xp.where(column - start < self.first, end, near)
         return MaskRanges(start, column + 1, start, q_end)
@@ -93,10 +93,10 @@ class SlidingWindow(StaticMask):
         return f"SlidingWindow(left={self.left}, right={self.right}{first})"
 
     def __post_init__(self) -> None:
-        check_tokens(self, "first", self.first, minimum=0)
+        check_token_count(self, "first", self.first, minimum=0)
         for name, value, lowest in (("left", self.left, 1), ("right", self.right, 0)):
             if value is not None:
-                check_tokens(self, name, value, minimum=lowest)
+                check_token_count(self, name, value, minimum=lowest)
         if self.first and self.right != 0:
             raise ValueError(
                 f"SlidingWindow: first is {self.first} and right is {self.right}; first needs "
@@ -133,7 +133,7 @@ class _OfChunks(StaticMask):
     size: int
 
     def __post_init__(self) -> None:
-        check_tokens(self, "size", self.size, minimum=1)
+        check_token_count(self, "size", self.size, minimum=1)
 
     def clipped(self, num_tokens: int) -> StaticMask:
         return dataclasses.replace(self, size=max(1, min(self.size, num_tokens)))

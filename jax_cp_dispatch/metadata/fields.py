@@ -19,7 +19,7 @@ from jax_cp_dispatch._text import describe_metadata, rows_between_ranks
 _MAX_UINT32 = 2**32 - 1
 
 
-def check_plan(plan: Any) -> None:
+def check_metadata(plan: Any) -> None:
     """Raises unless a transport can execute `plan` (a `Metadata`)."""
     fields, is_view = _host_fields(plan)
     world_size = plan.world_size
@@ -364,7 +364,7 @@ class Metadata:
           ValueError: names rank, slot and field.
           TypeError: the values are traced.
         """
-        check_plan(self)
+        check_metadata(self)
 
     def rows_between_ranks(self) -> Int64[np.ndarray, "W W"]:
         """Returns the rows that each rank (first axis) sends to each (second axis), and keeps.

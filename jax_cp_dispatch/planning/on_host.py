@@ -15,7 +15,7 @@ from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import check_document_mask
 from jax_cp_dispatch.documents.fingerprint import fallback_fingerprint
 from jax_cp_dispatch.documents.segment_ids import check_ids
-from jax_cp_dispatch.documents.table import Row, check_sizes, document_table, list_documents
+from jax_cp_dispatch.documents.table import Row, check_table_sizes, document_table, list_documents
 from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.read import read_mask, read_mask_on_host
 from jax_cp_dispatch.metadata import Metadata
@@ -30,7 +30,7 @@ from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.plan import Plan
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
-    Pieces,
+    PlannedPieces,
     PlanRequest,
     by_slot,
     check_longest_keys,
@@ -67,7 +67,12 @@ _PLACED_ACTIONS = {
 
 
 def _make_plan(
-    request: PlanRequest, pieces: Pieces, spans: Pieces, in_order: Mask | None, *, is_placed: bool
+    request: PlanRequest,
+    pieces: PlannedPieces,
+    spans: PlannedPieces,
+    in_order: Mask | None,
+    *,
+    is_placed: bool,
 ) -> Plan:
     """Returns a plan, or its part of one rank.
 
@@ -151,7 +156,7 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
       request: of a config with all capacities.
       needs: of the plan with the best balance, as in `Plan.largest_needs`.
     """
-    nothing, num_held = Pieces(*np.zeros((6, 0), np.int64)), len(request.held)
+    nothing, num_held = PlannedPieces(*np.zeros((6, 0), np.int64)), len(request.held)
     plan = _make_plan(request, nothing, nothing, None, is_placed=is_placed)
     needed = dict(zip(plan.capacities, needs, strict=True))
 
@@ -226,7 +231,7 @@ def _move_queries(request: PlanRequest) -> Plan:
     return _make_plan(request, pieces, spans, in_order, is_placed=False)
 
 
-def plan_placed(request: PlanRequest, held: Pieces, in_order: Mask | None) -> Plan:
+def plan_placed(request: PlanRequest, held: PlannedPieces, in_order: Mask | None) -> Plan:
     """Returns the plan of one mask for pieces in their rows, which are the same for all masks.
 
     With `request.rank`, the plan is the part of that rank. `in_order` is a mask with arrays, in
@@ -339,7 +344,7 @@ def plan_attention(
 def plan_read(documents: Documents, num_ranks: int, config: PlanConfig) -> Plan:
     """`plan_attention` of documents that `read_whole` has read, with their mask, on the host."""
     table = list_documents(documents.segment_ids, documents.positions)
-    check_sizes(_OP, table, num_ranks)
+    check_table_sizes(_OP, table, num_ranks)
     request = PlanRequest(table, documents.positions, num_ranks, config, None)
     mask = jax.tree.map(np.asarray, documents.mask)
     return _plan_on_host(request.with_mask(mask), fallback=None)

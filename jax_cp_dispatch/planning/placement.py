@@ -30,7 +30,7 @@ from jax_cp_dispatch.planning.on_host import fallback_plan, plan_placed
 from jax_cp_dispatch.planning.plan import Plan, reduce_saved, slice_plan, stack_plans
 from jax_cp_dispatch.planning.request import (
     DoesNotFitError,
-    Pieces,
+    PlannedPieces,
     PlanRequest,
     QueryTable,
     check_all_ranks,
@@ -74,7 +74,7 @@ class Placement:
     plans: tuple[Plan, ...]
     layers: tuple[int, ...]
     config: PlanConfig
-    made_of: tuple[tuple[tuple[PlanRequest, ...], Pieces | None], ...]
+    made_of: tuple[tuple[tuple[PlanRequest, ...], PlannedPieces | None], ...]
     source: Int[np.ndarray, " P"]
     place: Int[np.ndarray, " P"]
     tokens: Int[np.ndarray, " P"]
@@ -502,7 +502,7 @@ def _split_groups(
 
 
 # The pieces of documents in the rows of the ranks, or None; what `_list_moves` returns; the plans.
-Placed: TypeAlias = tuple[Pieces | None, Sequence[np.ndarray], tuple[Plan, ...]]
+Placed: TypeAlias = tuple[PlannedPieces | None, Sequence[np.ndarray], tuple[Plan, ...]]
 
 
 def _place(requests: Requests, layers: tuple[int, ...]) -> Placed:
@@ -568,7 +568,7 @@ def _join_plans(of_groups: Sequence[tuple[Plan, ...]]) -> tuple[Plan, ...]:
 # ---- The order of placed tokens: ranges of them that move from the batch to places.
 
 
-def _list_moves(request: PlanRequest, pieces: Pieces) -> list[np.ndarray]:
+def _list_moves(request: PlanRequest, pieces: PlannedPieces) -> list[np.ndarray]:
     """Returns source, place and length of every range, by place; padding comes last per rank."""
     documents, num_ranks, num_tokens = request.documents, request.num_ranks, request.num_tokens
     tokens = pieces.end - pieces.start

@@ -138,7 +138,7 @@ class PlanRequest(NamedTuple):
         """The ranks whose parts are made."""
         return range(self.num_ranks) if self.rank is None else range(self.rank, self.rank + 1)
 
-    def pairs(self, pieces: Pieces) -> Float32[np.ndarray, " held"]:
+    def pairs(self, pieces: PlannedPieces) -> Float32[np.ndarray, " held"]:
         """Returns the query-key pairs of each rank's pieces."""
         rank, document, start, end, *_ = pieces
         if isinstance(self.seen, QueryTable):
@@ -221,7 +221,7 @@ def native_problem(
 # ---- `Pieces`: parts of documents on ranks, at home and laid out in rows, and their keys.
 
 
-class Pieces(NamedTuple):
+class PlannedPieces(NamedTuple):
     """Tokens [start, end) of documents, in the order of the ranks' rows; `row` is local to a rank.
 
     `origin` is the received row where the document starts, or would start; None if nothing asks.
@@ -234,15 +234,15 @@ class Pieces(NamedTuple):
     row: Int[np.ndarray, " P"]
     origin: Any = None
 
-    def take(self, index: Any) -> Pieces:
+    def take(self, index: Any) -> PlannedPieces:
         """Returns these of the pieces."""
         taken: Any = (x if x is None else x[index] for x in self)
-        return Pieces(*taken)
+        return PlannedPieces(*taken)
 
 
 def lay_out(
-    assigned: Int[np.ndarray, "P 4"], request: PlanRequest, held: Pieces | None = None
-) -> tuple[Pieces, Pieces]:
+    assigned: Int[np.ndarray, "P 4"], request: PlanRequest, held: PlannedPieces | None = None
+) -> tuple[PlannedPieces, PlannedPieces]:
     """Lays out pieces, given as sorted rows (rank, document, start, end), in rows of ranks.
 
     Also returns their keys, in received order: for a static mask, those of pieces that share keys
@@ -283,7 +283,7 @@ def lay_out(
     order = np.argsort(place[span_group], kind="stable")
     columns = rank_of[span_group], document_of[span_group], span_start, span_end
     ranks, documents, starts, ends = (x[order] for x in columns)
-    spans = Pieces(ranks, documents, starts, ends, sums_before(ranks, ends - starts))
+    spans = PlannedPieces(ranks, documents, starts, ends, totals_before(ranks, ends - starts))
 
     origin = np.zeros(len(first), np.int64)
     if is_static:
@@ -292,11 +292,11 @@ def lay_out(
     if held is not None:
         piece_order = np.argsort(np.lexsort((held.start, held.document, held.rank)))
     rank, document, start, end = assigned[piece_order].T
-    row = sums_before(rank, end - start)
-    return Pieces(rank, document, start, end, row, origin[group][piece_order]), spans
+    row = totals_before(rank, end - start)
+    return PlannedPieces(rank, document, start, end, row, origin[group][piece_order]), spans
 
 
-def home_pieces(documents: DocumentTable, num_ranks: int) -> Pieces:
+def home_pieces(documents: DocumentTable, num_ranks: int) -> PlannedPieces:
     """Returns the pieces at home, by document; their `origin` is that of the home's own rows."""
     first, lengths = documents.first, documents.lengths
     columns = documents.columns // num_ranks
@@ -309,10 +309,12 @@ def home_pieces(documents: DocumentTable, num_ranks: int) -> Pieces:
     start, end = np.maximum(begin, 0), np.minimum(begin + columns, lengths[number])
     batch, rank = np.divmod(cell, num_ranks)
     row = batch * columns + start - begin
-    return Pieces(rank, number, start, end, row, row - start)
+    return PlannedPieces(rank, number, start, end, row, row - start)
 
 
-def sums_before(rank: Int[np.ndarray, " N"], size: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+def totals_before(
+    rank: Int[np.ndarray, " N"], size: Int[np.ndarray, " N"]
+) -> Int[np.ndarray, " N"]:
     """Returns the sum of the sizes before each entry on its rank; entries are sorted by rank."""
     before = np.cumsum(size) - size
     return before - before[np.searchsorted(rank, rank, side="left")]
@@ -346,7 +348,7 @@ def by_slot(
     """
     order = np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
     row = ranks[order] - (rank or 0)
-    index = row, sums_before(row, np.ones_like(row))
+    index = row, totals_before(row, np.ones_like(row))
     tables = {}
     for name, (values, unused) in columns.items():
         tables[name] = np.full((num_ranks if rank is None else 1, num_slots), unused)
@@ -371,7 +373,7 @@ class Transfers(NamedTuple):
     tokens: Int[Any, " X"]
 
 
-def list_transfers(pieces: Pieces, spans: Pieces) -> Transfers:
+def list_transfers(pieces: PlannedPieces, spans: PlannedPieces) -> Transfers:
     """Returns the longest ranges that spans take from the rows of one rank."""
     order = np.lexsort((pieces.start, pieces.document))
     by_place = pieces.take(order)
@@ -549,7 +551,7 @@ def check_longest_keys(op: str, request: PlanRequest) -> None:
 
 
 def pieces_fingerprint(
-    request: PlanRequest, computed: Pieces, held: Pieces, in_order: Mask | None = None
+    request: PlanRequest, computed: PlannedPieces, held: PlannedPieces, in_order: Mask | None = None
 ) -> Int32[np.ndarray, "W F"]:
     """Returns the fingerprint of a plan of all ranks.
 

@@ -16,7 +16,7 @@ from jaxtyping import Int, Int32
 
 from jax_cp_dispatch._arrays import running_max
 from jax_cp_dispatch.masks import MaskRanges, StaticMask
-from jax_cp_dispatch.planning.request import Pieces, PlanRequest, QueryTable, sums_before
+from jax_cp_dispatch.planning.request import PlannedPieces, PlanRequest, QueryTable, totals_before
 
 # More than any device holds: sums of two row numbers have 32 bits.
 _MOST_ROWS = 2**30
@@ -96,13 +96,13 @@ def key_ranges(
     return k_start, xp.where(is_query, mask.k_end(here, start, end), none).astype(np.int32)
 
 
-def _of_rank(parts: Pieces, rank: int) -> Pieces:
+def _of_rank(parts: PlannedPieces, rank: int) -> PlannedPieces:
     """Returns the parts of documents in the rows of one rank, by document and start."""
     here = np.flatnonzero(parts.rank == rank)
     return parts.take(here[np.lexsort((parts.start[here], parts.document[here]))])
 
 
-def _tokens(parts: Pieces, table: QueryTable) -> tuple[np.ndarray, ...]:
+def _tokens(parts: PlannedPieces, table: QueryTable) -> tuple[np.ndarray, ...]:
     """Returns document, row and number in the table of each token."""
     size = parts.end - parts.start
     within = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
@@ -111,7 +111,7 @@ def _tokens(parts: Pieces, table: QueryTable) -> tuple[np.ndarray, ...]:
     return document, row + within, token + within
 
 
-def _rows_before(parts: Pieces, document: np.ndarray, position: np.ndarray) -> np.ndarray:
+def _rows_before(parts: PlannedPieces, document: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Returns the row of the first token of the document from a position on.
 
     Or one past the last, if there is none. Parts of a document are adjacent rows, in order.
@@ -129,7 +129,12 @@ def _rows_before(parts: Pieces, document: np.ndarray, position: np.ndarray) -> n
 
 
 def row_ranges(
-    request: PlanRequest, pieces: Pieces, spans: Pieces, *, num_queries: int, num_keys: int
+    request: PlanRequest,
+    pieces: PlannedPieces,
+    spans: PlannedPieces,
+    *,
+    num_queries: int,
+    num_keys: int,
 ) -> MaskRanges | None:
     """Returns what the received queries and keys of each rank see, in its rows; `[held, rows]`.
 
@@ -192,11 +197,11 @@ class CutPieces(NamedTuple):
     linked: Int[np.ndarray, " W"]
 
 
-def cut_pieces(pieces: Pieces, lengths: Int[np.ndarray, " D"], num_ranks: int) -> CutPieces:
+def cut_pieces(pieces: PlannedPieces, lengths: Int[np.ndarray, " D"], num_ranks: int) -> CutPieces:
     """Finds the cut pieces and counts what each rank has to know of them."""
     cut = np.flatnonzero(pieces.end - pieces.start < lengths[pieces.document])
     held = np.bincount(pieces.rank[cut], minlength=num_ranks)
-    slot = sums_before(pieces.rank[cut], np.ones_like(cut))  # pieces are sorted by rank
+    slot = totals_before(pieces.rank[cut], np.ones_like(cut))  # pieces are sorted by rank
     by_document = np.lexsort((pieces.start[cut], pieces.document[cut]))
     cut, slot = cut[by_document], slot[by_document]
     start, end, document, rank = (

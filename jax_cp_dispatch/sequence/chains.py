@@ -24,7 +24,7 @@ from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.sequence.call_layer import Carried
 from jax_cp_dispatch.sequence.chunks import (
     Chunks,
-    Span,
+    ChunkSpan,
     Steps,
     across,
     decay_over,
@@ -40,7 +40,7 @@ _NONE, _STATE, _MAP = range(3)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CutPieces:
+class ChainPieces:
     """The cut pieces of this rank, by their slots, and the exchange of their maps.
 
     A document that continues from another call is cut there, too: if its first piece is here, it is
@@ -64,7 +64,7 @@ class CutPieces:
     closing: Any = None
 
     @classmethod
-    def of(cls, exchange: CollectiveOptions, pieces: Pieces, carried: Carried) -> CutPieces:
+    def of(cls, exchange: CollectiveOptions, pieces: Pieces, carried: Carried) -> ChainPieces:
         later, earlier = pieces.own_later, pieces.own_earlier
         opening = closing = None
         if carried.initial is not None:
@@ -171,7 +171,7 @@ def _chosen(use: Bool[Array, " P"], cuts: Cuts, others: Cuts) -> Cuts:
     return Cuts._make(jnp.where(use, *both) for both in zip(cuts, others, strict=True))
 
 
-def _links(cuts: CutPieces) -> tuple[list[Metadata], Array, Array]:
+def _links(cuts: ChainPieces) -> tuple[list[Metadata], Array, Array]:
     """Finds which maps move, and in which rows they arrive: by documents, in order.
 
     Returns:
@@ -238,18 +238,18 @@ class Links(NamedTuple):
       decays: the maps of `earlier`, if rows read nothing; else None.
     """
 
-    cuts: CutPieces
-    later: Span
-    earlier: Span
+    cuts: ChainPieces
+    later: ChunkSpan
+    earlier: ChunkSpan
     decays: Float[Array, "P N F"] | None
 
     @property
-    def crosses(self) -> Span:
+    def crosses(self) -> ChunkSpan:
         """The pieces of `later` that states of other ranks enter."""
         return self.later._replace(used=self.cuts.crosses)
 
     @classmethod
-    def of(cls, cuts: CutPieces | None, chunks: Chunks, decays: Any = None) -> Links | None:
+    def of(cls, cuts: ChainPieces | None, chunks: Chunks, decays: Any = None) -> Links | None:
         if cuts is None:
             return None
         later = chunks.span(cuts.later, cuts.later_ids, at_last=False)
@@ -383,7 +383,7 @@ def _maps(steps: Steps, chunks: Chunks, links: Links, initial: Any) -> tuple[Any
     earlier, follows = links.earlier, links.cuts.earlier.start > 0
     size, lead = steps.kd.shape[-1], (len(follows), steps.u.shape[2])
 
-    def behind(used: Array, steps: Steps, entering: Array, later: Span | None) -> Array:
+    def behind(used: Array, steps: Steps, entering: Array, later: ChunkSpan | None) -> Array:
         active = earlier._replace(used=used).is_active(len(chunks.ids))
 
         def walked() -> Array:

@@ -39,7 +39,7 @@ def across(x: Array) -> Array:
     return x.swapaxes(-1, -2)
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """Pieces of this rank in chunks, [P].
 
     Attributes:
@@ -124,7 +124,7 @@ class Chunks:
         x = x.transpose(1, 0, 3, 2, 4)  # [G, n, C, N, V]
         return lax.collapse(x, 1, 3)[:, : self.num_rows]
 
-    def span(self, own: Cuts, ids: Int32[Array, " P"], *, at_last: bool) -> Span:
+    def span(self, own: Cuts, ids: Int32[Array, " P"], *, at_last: bool) -> ChunkSpan:
         """Finds cut pieces of this rank, by their slots, in chunks; their rows have these ids."""
         groups, size = self.ids.shape[1:]
         number = np.arange(len(ids), dtype=np.int32)
@@ -136,7 +136,7 @@ class Chunks:
         places = jnp.stack([end if at_last else first, group], 1)
         mask = (At(places, (0, 1)).take(self.ids) == ids[:, None]) & own.used[:, None]
         mask = mask[:, None, :, None].astype(self.into.dtype)
-        return Span(first, end, places, last & size - 1, own.used, mask)
+        return ChunkSpan(first, end, places, last & size - 1, own.used, mask)
 
     def rows_between(
         self, first: Int32[Array, " P"], last: Int32[Array, " P"]
@@ -354,7 +354,7 @@ class Steps(NamedTuple):
 def walk(
     steps: Steps,
     chunks: Chunks,
-    later: Span | None,
+    later: ChunkSpan | None,
     entering: Float[Array, "P N H V"] | None,
     *,
     active: Bool[Array, " n"] | None = None,

@@ -24,7 +24,7 @@ from jax_cp_dispatch.sequence.call_layer import (
     call_layer,
     exchange_of,
 )
-from jax_cp_dispatch.sequence.chains import CutPieces, Links, read
+from jax_cp_dispatch.sequence.chains import ChainPieces, Links, read
 from jax_cp_dispatch.sequence.chunks import (
     Steps,
     cut_into_chunks,
@@ -180,7 +180,7 @@ class _Kernel:
         self,
         inputs: dict[str, Array],
         ids: Int32[Array, "G L"],
-        cuts: CutPieces | None,
+        cuts: ChainPieces | None,
         initial: Any,
     ) -> tuple[Float[Array, "G L N V"], Any]:
         v = inputs["v"]

@@ -26,7 +26,7 @@ from jax_cp_dispatch.sequence.call_layer import (
     check_state,
     exchange_of,
 )
-from jax_cp_dispatch.sequence.chains import CutPieces
+from jax_cp_dispatch.sequence.chains import ChainPieces
 from jax_cp_dispatch.sequence.pieces import Cuts, Pieces
 
 _OP = "recurrence"
@@ -172,7 +172,7 @@ class Recur:
     ) -> tuple[Any, Any]:
         inert = partial(where_or_zero, pieces.is_token)
         inputs = jax.tree.map(inert, pieces.arrange(inputs))
-        cuts = CutPieces.of(exchange, pieces, carried)
+        cuts = ChainPieces.of(exchange, pieces, carried)
         is_cut = pieces.world_size > 1 or carried.is_used
         initial = carried.initial
         outputs, behind = self.kernel(inputs, cuts.ids(), cuts if is_cut else None, initial)
@@ -193,7 +193,7 @@ class OfUser:
     local: Any
 
     def __call__(
-        self, inputs: Any, ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
+        self, inputs: Any, ids: Int32[Array, "G L"], cuts: ChainPieces | None, initial: Any
     ) -> tuple[Any, Any]:
         behind = None
         if cuts is not None:
@@ -240,7 +240,7 @@ class OfUser:
 
 
 def _linear_recurrence(
-    inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: CutPieces | None, initial: Any
+    inputs: dict[str, Array], ids: Int32[Array, "G L"], cuts: ChainPieces | None, initial: Any
 ) -> tuple[Array, Any]:
     """Computes the elementwise recurrence on one rank, by one associative scan."""
     dtype, inputs = inputs["x"].dtype, widened(inputs)

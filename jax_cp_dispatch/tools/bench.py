@@ -164,7 +164,7 @@ def _rows(
 
 def movement(ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any) -> Iterator[Row]:
     """Measures the bandwidth of an exchange."""
-    exchange = programs.Exchange(ranks, tokens, feature, dtype)
+    exchange = programs.ExchangeProgram(ranks, tokens, feature, dtype)
     exchange.check()
     ours = {programs.MEMCPY: exchange.limit()} | exchange.runs
     # In one process, apart from the collectives: they use so much memory that the next run finds

@@ -193,7 +193,7 @@ def try_implementations() -> Iterator[Finding]:
             continue
         start = time.perf_counter()
         try:
-            wrong = move(name)
+            wrong = move_rows(name)
         except Exception as error:  # any error is a finding
             wrong = _first_line(error)
         yield _tried(name, f"on {jax.device_count()} ranks", start, wrong)
@@ -224,7 +224,7 @@ def _tried(name: str, where: str, start: float, wrong: str) -> Finding:
     return Finding(f"transport {name}", found)
 
 
-def move(name: str) -> str:
+def move_rows(name: str) -> str:
     """Sends random shards to random ranks and back; returns the error found here, or ""."""
     ranks, rng = Ranks.of_devices(jax.device_count(), repeats=1), np.random.default_rng(0)
     lengths = rng.integers(0, 6, (ranks.count, _SLOTS))
@@ -257,4 +257,4 @@ def _is_equal(result: jax.Array, expected: Any) -> bool:
 
 if __name__ == "__main__":  # a process of `try_processes`
     initialize()
-    print(move("shared_memory") or _RIGHT, flush=True)
+    print(move_rows("shared_memory") or _RIGHT, flush=True)

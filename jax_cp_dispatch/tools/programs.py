@@ -115,7 +115,7 @@ ALL_TO_ALL = "all_to_all with padding, then unpacking"
 ALL_GATHER = "all_gather, then a gather"
 
 
-class Exchange:
+class ExchangeProgram:
     """Random segments: each rank sends one segment of random length to every rank.
 
     Attributes:

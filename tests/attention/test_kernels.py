@@ -429,13 +429,13 @@ def test_local_attention_has_kernels(dtype, heads, automatic_axes, num_kernels):
 def test_hidden_blocks_are_not_computed(monkeypatch):
     """A prompt and its completions: the products of blocks whose queries see no key are skipped."""
     counted: list[int] = []
-    matmul = passes.matmul
+    matmul = passes.block_matmul
 
     def counting(x, y, contract):
         jax.debug.callback(lambda: counted.append(1))
         return matmul(x, y, contract)
 
-    monkeypatch.setattr(passes, "matmul", counting)
+    monkeypatch.setattr(passes, "block_matmul", counting)
     ids = np.repeat([0, 0, 1, 2, 3, 4, 5, 6], 8)[None]  # a prompt of 2 blocks, 6 completions of one
     x = jnp.asarray(np.random.default_rng().normal(size=(1, 64, 1, 8)), jnp.float32)
     blocks: Any = {"block_q": 8, "block_kv": 8, "block_heads": 1}

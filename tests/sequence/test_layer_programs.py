@@ -14,7 +14,7 @@ from orders import BATCHES, Order
 from jax_cp_dispatch import sequence
 from jax_cp_dispatch._ranks.options import read_options  # inner: nothing public counts rows
 from jax_cp_dispatch.sequence.call_layer import Carried  # inner: the same
-from jax_cp_dispatch.sequence.chains import CutPieces, _links  # inner: the same
+from jax_cp_dispatch.sequence.chains import ChainPieces, _links  # inner: the same
 from jax_cp_dispatch.sequence.shift import halo_metadata  # inner: the same
 
 
@@ -23,7 +23,7 @@ def counts_of_ranks(documents, num_ranks, width):
     def counts(documents):
         exchange = read_options("test", AXIS)
         pieces = sequence.document_pieces(documents, axis_name=AXIS)
-        plans, *_ = _links(CutPieces.of(exchange, pieces, Carried()))
+        plans, *_ = _links(ChainPieces.of(exchange, pieces, Carried()))
         before, after = (halo_metadata(pieces, width, side, True) for side in (False, True))
         exchanges = before, after, *plans
         return jax.tree.map(lambda x: x[None], [x.num_recv_tokens[:-1] for x in exchanges])

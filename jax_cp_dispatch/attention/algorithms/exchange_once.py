@@ -45,7 +45,7 @@ from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 
 
-class Exchange(NamedTuple):
+class PendingExchange(NamedTuple):
     """One exchange: what moves, and how to read what comes.
 
     Attributes:
@@ -94,19 +94,19 @@ class Movement(abc.ABC):
     sums_dkv: bool
 
     @abc.abstractmethod
-    def send(self, gathered: Gathered, part: Operands) -> Exchange:
+    def send(self, gathered: Gathered, part: Operands) -> PendingExchange:
         """Queries, keys and values go to the ranks that attend them: (q, kv)."""
 
     @abc.abstractmethod
-    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> Exchange:
+    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> PendingExchange:
         """The output returns, with its lse if asked for: (out, lse), of the caller's rows."""
 
     @abc.abstractmethod
-    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
+    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> PendingExchange:
         """The transpose of `give_back`."""
 
     @abc.abstractmethod
-    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> PendingExchange:
         """The transpose of `send`: (dq, dkv), of the caller's rows."""
 
 
@@ -226,8 +226,8 @@ def pipelined_over_heads(
     parts: Sequence[Any],
     work: Callable[[Any, Any], Any],
     *,
-    send: Callable[[Any], Exchange],
-    give_back: Callable[[Any], Exchange],
+    send: Callable[[Any], PendingExchange],
+    give_back: Callable[[Any], PendingExchange],
 ) -> list[tuple[Any, Any]]:
     """Computes one part after another, while rows of the next come and those of the last return.
 

@@ -19,9 +19,9 @@ from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
-    Exchange,
     Gathered,
     Movement,
+    PendingExchange,
     gather_attend,
     row_passes,
 )
@@ -55,7 +55,7 @@ from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, 
 from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
-from jax_cp_dispatch.planning.request import Pieces, list_transfers, make_metadata
+from jax_cp_dispatch.planning.request import PlannedPieces, list_transfers, make_metadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +285,7 @@ class PlannedMovement(Movement):
     block_rows = BLOCK_ROWS
     in_parts = sums_dkv = True
 
-    def send(self, gathered: Gathered, part: Operands) -> Exchange:
+    def send(self, gathered: Gathered, part: Operands) -> PendingExchange:
         q_stays, fingerprint = gathered.q_metadata is None, gathered.fingerprint
         moved = [self._outgoing(gathered, "kv", part.moved, fingerprint if q_stays else None)]
         if not q_stays:
@@ -295,12 +295,12 @@ class PlannedMovement(Movement):
             *q, kv = checkpoint_name_kv(came)
             return (part.q if q_stays else q[0])[None], tuple(x[None] for x in kv)
 
-        return Exchange(moved, read)
+        return PendingExchange(moved, read)
 
-    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> Exchange:
+    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> PendingExchange:
         return_lse = self.call.return_lse
         if gathered.q_metadata is None:
-            return Exchange(None, lambda _: (out[0], lse[0].T if return_lse else None))
+            return PendingExchange(None, lambda _: (out[0], lse[0].T if return_lse else None))
         # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and an
         # lse of 0 as the smallest normal number: no sum of exponentials differs by it.
         sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
@@ -312,21 +312,23 @@ class PlannedMovement(Movement):
 
         # The output is NaN for a wrong fingerprint, where there are no errors.
         moved = self._returning(gathered, "q", [out[0], *lses], fingerprint=gathered.fingerprint)
-        return Exchange([moved], read)
+        return PendingExchange([moved], read)
 
-    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
+    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> PendingExchange:
         own = tuple(x for x in cotangents if x is not None)
         moved = None if gathered.q_metadata is None else [self._outgoing(gathered, "q", own)]
-        return Exchange(moved, lambda came: Outputs(*(x[None] for x in (came[0] if came else own))))
+        return PendingExchange(
+            moved, lambda came: Outputs(*(x[None] for x in (came[0] if came else own)))
+        )
 
-    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> PendingExchange:
         # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
         dtype = None if self.call.expansion else dq.dtype
         rows = [None if x is None else x[0] for x in dkv]
         returned = self._returning(gathered, "kv", rows, dtype=dtype)
         if gathered.q_metadata is None:
-            return Exchange([returned], lambda came: (dq[0], came[0]))
-        return Exchange([self._returning(gathered, "q", dq[0]), returned], tuple)
+            return PendingExchange([returned], lambda came: (dq[0], came[0]))
+        return PendingExchange([self._returning(gathered, "q", dq[0]), returned], tuple)
 
     def _outgoing(self, gathered: Gathered, name: str, arrays, fingerprint=None) -> Argument:
         metadata, capacity = getattr(gathered, f"{name}_metadata"), f"{name}_capacity"
@@ -520,7 +522,7 @@ class HeldRows(NamedTuple):
                     for start, end in of_rank:
                         found += [(rank, number, start, end, row)] if start < end else []
                         row += end - start
-            return Pieces(*np.array(found, np.int64).reshape(-1, 5).T)
+            return PlannedPieces(*np.array(found, np.int64).reshape(-1, 5).T)
 
         num_ranks, blocks = self.layout.num_ranks, self.layout.blocks
         own = [[(start, start + length) for start, length in of_rank] for of_rank in blocks]

@@ -20,9 +20,9 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm
 from jax_cp_dispatch.attention.algorithms.exchange_once import (
-    Exchange,
     Gathered,
     Movement,
+    PendingExchange,
     gather_attend,
 )
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
@@ -412,7 +412,7 @@ class ShareOfHeads(Movement):
     block_rows = 256
     in_parts = False
 
-    def send(self, gathered: Gathered, part: Operands) -> Exchange:
+    def send(self, gathered: Gathered, part: Operands) -> PendingExchange:
         fingerprint = gathered.fingerprint
         if self.call.expansion is not None:
             came = [*self.heads.to_heads([part.q], fingerprint), *self.heads.to_all(part.k)]
@@ -420,20 +420,20 @@ class ShareOfHeads(Movement):
             kv: Any = [repeat_heads(x, self.copies) for x in part.moved]
             came = self.heads.to_heads([part.q, *kv], fingerprint)
         q, *kv = checkpoint_name_kv(came)
-        return Exchange(None, lambda _: (q, tuple(kv)))
+        return PendingExchange(None, lambda _: (q, tuple(kv)))
 
-    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> Exchange:
+    def give_back(self, gathered: Gathered, out: Array, lse: Array) -> PendingExchange:
         lses = [jnp.swapaxes(lse, 1, 2)[..., None]] if self.call.return_lse else []
         home, *lses = named_context(self.heads.to_tokens([out, *lses]))
-        return Exchange(None, lambda _: (home, lses[0][..., 0] if lses else None))
+        return PendingExchange(None, lambda _: (home, lses[0][..., 0] if lses else None))
 
-    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> Exchange:
+    def send_cotangents(self, gathered: Gathered, cotangents: Outputs) -> PendingExchange:
         dout, dlse, _ = cotangents
         lses = [] if dlse is None else [dlse[..., None]]
         dout, *lses = self.heads.to_heads([dout, *lses])
-        return Exchange(None, lambda _: Outputs(dout, lses[0][..., 0] if lses else None))
+        return PendingExchange(None, lambda _: Outputs(dout, lses[0][..., 0] if lses else None))
 
-    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> Exchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> PendingExchange:
         if self.call.expansion is not None:  # None of integers
             (dq,) = self.heads.to_tokens([dq])
             sums = iter(self.heads.sums_of_all([x for x in dkv if x is not None]))
@@ -442,4 +442,4 @@ class ShareOfHeads(Movement):
             dq, *dkv = self.heads.to_tokens([dq, *dkv])
             if self.copies > 1:
                 dkv = [sum_copies(x, self.copies).astype(dq.dtype) for x in dkv]
-        return Exchange(None, lambda _: (dq, tuple(dkv)))
+        return PendingExchange(None, lambda _: (dq, tuple(dkv)))

@@ -181,7 +181,7 @@ def _tpu_blocks(name, ctx, options, q, *others):
     return getattr(tpu, name) if tpu.serves(ctx, options, q, *others[-2]) else None
 
 
-def matmul(x, y, contract):
+def block_matmul(x, y, contract):
     """Multiplies per matrix at highest precision; `contract`: axis of x, axis of y."""
     dimensions = ((contract[:1], contract[1:]), ((0,), (0,)))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
@@ -238,11 +238,11 @@ def attend_blocks(
                 is_whole,
                 functools.partial(exponentials, False),
                 functools.partial(exponentials, True),
-                *(j, matmul(q_block, block_of(k, there), (2, 2)), peak, of_pair),
+                *(j, block_matmul(q_block, block_of(k, there), (2, 2)), peak, of_pair),
             )
             keep = jnp.exp(peak - new_peak)
             total = total * keep + jnp.sum(p, axis=2)
-            acc = acc * keep[..., None] + matmul(p, block_of(v, there), (2, 1))
+            acc = acc * keep[..., None] + block_matmul(p, block_of(v, there), (2, 1))
             return new_peak, total, acc
 
         row = own.each_key_block(add_block, tuple(block_of(x, index) for x in seen))
@@ -282,15 +282,15 @@ def block_gradients(
             k_block, v_block = block_of(k, there), block_of(v, there)
             column = j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
             column = column[None, :, None]
-            logits, slope = soft_capped(options, matmul(k_block, q_block, (2, 2)))
+            logits, slope = soft_capped(options, block_matmul(k_block, q_block, (2, 2)))
             allowed = (column >= own.rows[:, :1]) & (column < own.rows[:, 1:])
             if own.queries is not None:
                 allowed &= jnp.swapaxes(own.queries.of_keys(there).allow(), 1, 2)
             p = jnp.exp(jnp.where(allowed, logits, -jnp.inf) - lse[:, None])
-            ds = p * (matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
-            dq_block = dq_block + matmul(block_of(k_columns, there), ds, (2, 1))
-            dk = set_block(dk, there, block_of(dk, there) + matmul(ds, q_block, (2, 1)))
-            dv = set_block(dv, there, block_of(dv, there) + matmul(p, dout, (2, 1)))
+            ds = p * (block_matmul(v_block, dout, (2, 2)) - delta[:, None]) * slope
+            dq_block = dq_block + block_matmul(block_of(k_columns, there), ds, (2, 1))
+            dk = set_block(dk, there, block_of(dk, there) + block_matmul(ds, q_block, (2, 1)))
+            dv = set_block(dv, there, block_of(dv, there) + block_matmul(p, dout, (2, 1)))
             return dq_block, dk, dv
 
         dq, *dkv = carry

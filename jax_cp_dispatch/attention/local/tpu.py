@@ -275,7 +275,7 @@ def _walk(table, num_rows, copied, step):
 # maximum, is then a row of a vector register, and broadcasts without copies.
 
 
-def dot(x, y, axis_x, axis_y):
+def tile_dot(x, y, axis_x, axis_y):
     """Contracts two matrices with float32 sums; float32 matrices with all of their bits."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     axes = (((axis_x,), (axis_y,)), ((), ()))
@@ -288,7 +288,7 @@ def block_logits(options, of_queries, of_keys, h, j, masked):
     The derivative is with respect to the scaled logits. A mask makes them -inf outside the ranges.
     """
     (ranges, q, *_), (k, _, *key_ranges) = of_queries, of_keys
-    logits, slope = soft_capped(options, options.scale * dot(k[h], q[h], 1, 1))
+    logits, slope = soft_capped(options, options.scale * tile_dot(k[h], q[h], 1, 1))
     if not masked:
         return logits, slope
     bounds = ranges[h]
@@ -307,7 +307,7 @@ def gradients_of(options, of_queries, of_keys, h, j, masked):
     (*_, dout, sums), v = of_queries, of_keys[1]
     logits, slope = block_logits(options, of_queries, of_keys, h, j, masked)
     p = jnp.exp(logits - sums[h][0:1])
-    return p, p * (dot(v[h], dout[h], 1, 1) - sums[h][1:2]) * slope * options.scale
+    return p, p * (tile_dot(v[h], dout[h], 1, 1) - sums[h][1:2]) * slope * options.scale
 
 
 def attend_blocks(
@@ -355,7 +355,7 @@ def _forward(options, own, seen, outs, scratch) -> Kernel:
             p, keep = jnp.exp(logits - new), jnp.exp(old - new)
             peak[h] = new
             total[h] = keep * total[h] + p.sum(0, keepdims=True)
-            acc[h] = keep * acc[h] + dot(v[h], p.astype(v.dtype), 0, 0)  # [Hv, R]
+            acc[h] = keep * acc[h] + tile_dot(v[h], p.astype(v.dtype), 0, 0)  # [Hv, R]
 
     def end():
         for h in heads:
@@ -404,7 +404,7 @@ def _dq(options, own, first, outs, scratch) -> Kernel:
         k = walked[0]
         for h in range(k.shape[0]):
             _, ds = gradients_of(options, own, walked, h, j, masked)
-            dq[h] += dot(k[h], ds.astype(k.dtype), 0, 0)  # [H, R]
+            dq[h] += tile_dot(k[h], ds.astype(k.dtype), 0, 0)  # [H, R]
 
     return Kernel(begin, add)
 
@@ -420,8 +420,8 @@ def _dkv(options, own, first, outs, scratch) -> Kernel:
         _, q, dout, _ = walked
         for h in range(q.shape[0]):
             p, ds = gradients_of(options, walked, own, h, j, masked)
-            dv[h] += dot(p.astype(dout.dtype), dout[h], 1, 0)  # [128, Hv]
-            dk[h] += dot(ds.astype(q.dtype), q[h], 1, 0)
+            dv[h] += tile_dot(p.astype(dout.dtype), dout[h], 1, 0)  # [128, Hv]
+            dk[h] += tile_dot(ds.astype(q.dtype), q[h], 1, 0)
 
     return Kernel(begin, add)
 
