@@ -53,7 +53,7 @@ class XlaRanks(NamedTuple):
         """Returns the rows of one rank in an array."""
         return x.shape[0] // (1 if self.axis_names else self.num_ranks)
 
-    def are_ragged(self, num_rows: int, plan: "Transfers") -> bool:
+    def are_ragged(self, num_rows: int, plan: "XlaTransfers") -> bool:
         """Whether rows move by `ragged_all_to_all`; `num_rows` is how many may be written."""
         fits = num_rows > 0 and plan.dst_rank.size <= MAX_UPDATES
         return self.may_be_ragged and bool(self.axis_names) and self.num_ranks > 1 and fits
