@@ -23,7 +23,9 @@ from jax_cp_dispatch.tools import MOST_DEVICES, InputError, Progress, at_most, c
 from jax_cp_dispatch.tools.programs import AXIS, BY_COLUMN, Ranks, make_segment_ids
 
 HELP = "plan attention of real documents, run it on virtual CPU devices and check it"
-TOLERANCE = 2e-5  # of float32 results, relative to the largest entry
+# Of float32 results, relative to the largest entry. In documents of 4,096 tokens, dq is up to 3e-5
+# from float64, by the difference of two sums; JAX's dense attention in float32 is up to 1.2e-5.
+TOLERANCE = 4e-5
 HEADS: dict[str, Any] = {"num_heads": 2, "head_size": 32}
 NUM_KV_HEADS = 1
 _MOST_TOKENS = 2**24  # the sequence is in the memory of this machine several times
@@ -163,18 +165,20 @@ _LEAST_ROWS = 256  # documents are padded to powers of two from here, so that fe
 
 
 def largest_difference(lengths: list[int], operands: Any, results: Any) -> dict[str, float]:
-    """Returns the largest difference from dense attention, relative to the largest entry.
+    """Returns the largest difference, relative to the largest entry, from attention in float64.
 
     It compares the output and the gradients of q, k and v. `operands` are these three and the
     cotangent, `[1, T, heads, H]`, on the host.
     """
-    expected = [np.zeros(x.shape, x.dtype) for x in results]
+    expected = [np.zeros(x.shape) for x in results]
     for stop, length in zip(np.cumsum(lengths), lengths, strict=True):
         rows = slice(stop - length, stop)
         num_rows = max(_LEAST_ROWS, 1 << (length - 1).bit_length())
         padding = (0, 0), (0, num_rows - length), (0, 0), (0, 0)  # no earlier query attends it
-        document = [np.pad(x[:, rows], padding) for x in operands]
-        for whole, part in zip(expected, _with_gradients(_dense, *document), strict=True):
+        document = [np.pad(np.asarray(x[:, rows], float), padding) for x in operands]
+        with jax.enable_x64(True):
+            parts = _with_gradients(_dense, *document)
+        for whole, part in zip(expected, parts, strict=True):
             whole[:, rows] = part[:, :length]
     return {
         name: float(np.abs(got - want).max() / np.abs(want).max())
