@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Everything that one GPU can tell, in one go: gpu_report.sh [--dry-run] [--budget SECONDS] [FOLDER].
+# Everything that the GPUs of this host can tell: gpu_report.sh [--dry-run] [--budget SECONDS] [FOLDER].
 # Builds from this tree without network and for this GPU only, tests and measures. The steps come in
 # the order of their worth, and later ones run also when one fails. Each has a time limit of its own,
-# and at most what is left of the budget (540 s); a line at the end says what was left out. STEPS, a
-# regular expression, chooses among them: `STEPS='gemm|bandwidth' gpu_report.sh` repeats two.
+# and at most what is left of the budget (540 s; with several GPUs 3600 s). The last lines say what
+# failed, what ran out of time, and what was left out. STEPS, a regular expression, chooses among
+# them: `STEPS='gemm|bandwidth' gpu_report.sh` repeats two. The status is 1 if a step failed, 3 if
+# none did, but one ran out of time, and 2 if this machine lacks what a step needs.
+#
+# Steps on one GPU see the first of those that CUDA_VISIBLE_DEVICES shows, and run with
+# CUDA_DEVICE_MAX_CONNECTIONS=32 if the ranks of a program each have streams on it. All others run
+# without this variable, unless their name says otherwise.
 #
 # FOLDER is where report.txt (all output, as it comes) and report.json go, and is made if it is not
 # there: `benchmarks/gpu_report.sh /mnt/results`; by default benchmarks/results/gpu. PYTHON names an
@@ -20,7 +26,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
 python=${PYTHON:-python3}
 mode=run
-budget=540
+budget=
 while [[ ${1:-} == -* ]]; do
   case "$1" in
     --dry-run) mode=dry ;;
@@ -28,7 +34,7 @@ while [[ ${1:-} == -* ]]; do
     --budget) budget=${2:-none}; shift ;;
     *) budget=none ;;
   esac
-  [[ $budget =~ ^[1-9][0-9]*$ ]] || {
+  [[ ${budget:-1} =~ ^[1-9][0-9]*$ ]] || {
     echo "usage: gpu_report.sh [--dry-run | --build-only] [--budget SECONDS] [FOLDER]" >&2
     exit 2
   }
@@ -39,6 +45,11 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 build=${BUILD:-build/gpu_report}
 given=${GIVEN:-build/given}
+all_gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --list-gpus 2>/dev/null |
+  sed -n 's/^GPU \([0-9]*\):.*/\1/p' | paste -sd,)}
+several=
+[[ $all_gpus != *,* ]] || several=yes
+[ -n "$budget" ] || budget=$([ -n "$several" ] && echo 3600 || echo 540)
 end=$((budget - (budget > 100 ? 10 : 1)))  # seconds; the rest is for what follows the steps
 supposed=0  # seconds that the steps of a dry run would have taken
 usual=      # seconds of a step, if usually much less than its limit
@@ -48,12 +59,15 @@ report=$out/report.txt
 steps=$out/steps.tsv
 : >"$report"
 : >"$steps"
+[ "$mode" = build ] || "$python" benchmarks/gpu_machine.py found | tee -a "$report"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 JAX_CP_DISPATCH_REQUIRE_GPU=1
-export CUDA_DEVICE_MAX_CONNECTIONS=32  # hardware queues: one GPU holds the streams of many ranks
 export JAX_CP_DISPATCH_TEST_LIMIT=40   # seconds of a test
-export JAX_CP_DISPATCH_PROCESS_LIMIT=30  # and of all processes that one starts
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/build/gpu_report_cache}
 command -v nvcc >/dev/null || export PATH=$PATH:/usr/local/cuda/bin
+queues=CUDA_DEVICE_MAX_CONNECTIONS  # hardware queues
+many_queues=$queues=32              # one GPU holds the streams of many ranks
+unset $queues
+[ -z "$several" ] || export CUDA_VISIBLE_DEVICES=${all_gpus%%,*}
 
 check() {  # check COMMAND...: says what a command lacks; used instead of running it
   local word
@@ -93,16 +107,55 @@ step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
     return "$status"
   fi
   echo "== $name: from $began s on, at most $limit s" | tee -a "$report"
-  # Interrupted, not terminated: pytest then tells what has failed so far.
-  timeout --signal=INT --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$report"
-  status=${PIPESTATUS[0]}
-  note "$name" "$status" "$((SECONDS - began))"
+  start "$limit" "$out/step.log" "$@"
+  # Not a pipe, which would stay open for what a step leaves behind.
+  tail --lines=+1 --follow --sleep-interval=.1 --pid="$started" "$out/step.log" |
+    tee -a "$report" &
+  finish "$started"
+  wait "$!"
+  note "$name" "$finished" "$((SECONDS - began))" "$out/step.log"
 }
 
-note() {  # note NAME STATUS SECONDS: how a step went; fails if it failed
-  echo "-- $1: status $2 after $3 s" | tee -a "$report"
-  printf '%s\t%s\t%s\n' "$1" "$2" "$3" >>"$steps"
-  [ "$2" = 0 ]
+declare -A running=()
+start() {  # start LIMIT LOG COMMAND...: runs it, in the process `started`
+  local limit=$1 log=$2
+  shift 2
+  : >"$log"
+  # Interrupted, not terminated: pytest then tells what has failed so far. Processes that a test
+  # starts end before, so that it tells what they have said.
+  JAX_CP_DISPATCH_PROCESS_LIMIT=$((limit > 20 ? limit - 10 : limit)) \
+    timeout --signal=INT --kill-after=5 "$limit" "$@" >"$log" 2>&1 &
+  started=$!
+  running[$started]=yes
+}
+
+finish() {  # finish PROCESS: waits for it; its status is in `finished`
+  while
+    wait "$1"
+    finished=$?
+    kill -0 "$1" 2>/dev/null
+  do :; done  # a signal ends `wait`
+  unset "running[$1]"
+}
+
+# An interruption ends what runs, and leaves out the rest: the report is written.
+trap 'end=0; [ "${#running[@]}" = 0 ] || kill -s INT "${!running[@]}"' INT TERM
+
+note() {  # note NAME STATUS SECONDS LOG: how a step went; fails if it failed
+  local status=$2
+  if [ "$status" != 0 ]; then
+    if [ "$status" = 124 ] || [ "$status" = 137 ] || grep -q "not over after" "$4"; then
+      status="out of time"
+    elif grep -q ERR_NVGPUCTRPERM "$4"; then
+      status="not permitted"
+      echo "$1: only root may read the counters of this GPU: run as root, or load the driver with" \
+        "NVreg_RestrictProfilingToAdminUsers=0" | tee -a "$report"
+    fi
+  fi
+  rm -f "$4"
+  echo "-- $1: status $status after $3 s" | tee -a "$report"
+  printf '%s\t%s\t%s\n' "$1" "$status" "$3" >>"$steps"
+  [ "$status" = 0 ]
 }
 
 . benchmarks/gpu_build.sh
@@ -112,6 +165,15 @@ export build out python
 architecture=${ARCHITECTURE:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
   head -1 | tr -d .)}
 export architecture=${architecture:-90}
+
+needs=(run)
+[ "$mode" != build ] || needs=()
+[ "$mode" != build ] && is_given >/dev/null 2>&1 || needs+=(build)
+if ! ARCHITECTURE=$architecture "$python" benchmarks/gpu_machine.py lacks "${needs[@]}" |
+  tee -a "$report" && [ "$mode" != dry ]; then
+  rm -f "$steps"
+  exit 2
+fi
 
 if [ "$mode" = build ]; then
   build_first && build_nvshmem
@@ -183,8 +245,8 @@ if [ "$mode" = dry ]; then kernels=true; fi
 rm -f "$out/warm_up.log"
 
 # ---- The kernels without JAX.
-step kernels 15 "$kernels" 20
-step "kernel times" 25 "$kernels" time "$out/kernels.json"
+step kernels 15 env $many_queues "$kernels" 20
+step "kernel times" 25 env $many_queues "$kernels" time "$out/kernels.json"
 
 # NVSHMEM apart: it takes longer to build, and everything else works without it.
 nvshmem=
@@ -210,14 +272,14 @@ smoke_line() {  # smoke_line LINE: tests of one operation
     nvshmem) id="test_gpu_processes.py::test_exchanges_between_processes[2-nvshmem]" ;;
     put) id="test_gpu_processes.py::test_exchanges_by_put_and_get[2]" ;;
   esac
-  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" \
+  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" $many_queues \
     XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" -m pytest -q "tests/gpu/$id"
 }
 export -f smoke_line
-export untuned
+export untuned many_queues
 
 smoke() {  # smoke SECONDS LINE...: these lines at a time
-  local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=()
+  local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=() job jobs=()
   shift
   for line; do ! is_chosen "smoke: $line" || lines+=("$line"); done
   if [ "$mode" = dry ] || [ "$left" -lt "$shortest" ]; then
@@ -229,22 +291,15 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   [ "$limit" -le "$left" ] || limit=$left
   for line in ${lines[@]+"${lines[@]}"}; do
     echo "== smoke: $line: from $began s on, at most $limit s" | tee -a "$report"
-    {
-      timeout --signal=INT --kill-after=5 "$limit" bash -c 'smoke_line "$1"' - "$line" \
-        >"$out/smoke.$line" 2>&1
-      echo $? >"$out/smoke.$line.status"
-    } &
-    jobs[${#jobs[@]}]=$!
+    start "$limit" "$out/smoke.$line" bash -c 'smoke_line "$1"' - "$line"
+    jobs[$started]=$line
   done
-  [ "${#jobs[@]}" = 0 ] || wait "${jobs[@]}"
-  jobs=()
-  for line in ${lines[@]+"${lines[@]}"}; do
-    tee -a "$report" <"$out/smoke.$line"
-    note "smoke: $line" "$(cat "$out/smoke.$line.status")" "$((SECONDS - began))"
-    rm -f "$out/smoke.$line" "$out/smoke.$line.status"
+  for job in ${jobs[@]+"${!jobs[@]}"}; do
+    finish "$job"
+    tee -a "$report" <"$out/smoke.${jobs[$job]}"
+    note "smoke: ${jobs[$job]}" "$finished" "$((SECONDS - began))" "$out/smoke.${jobs[$job]}"
   done
 }
-jobs=()
 smoke 20 dispatch combine pair
 smoke 20 bf16 fp8
 smoke 45 causal packed
@@ -256,42 +311,39 @@ fi
 smoke 45 nvshmem put
 rm -f "$out/nvshmem.log"
 
-# ---- Between GPUs: what they compute, then how fast.
+# ---- Between GPUs: what they compute, then how fast. The gate of `rates` runs with one hardware
+# queue and with as many as CUDA makes. One process with all GPUs comes last: it can stop in ways in
+# which several cannot.
 between() {  # between NAME SECONDS COMMAND...
-  usual=60 step "between GPUs: $1" "$2" env JAX_PLATFORMS=cuda,cpu JAX_CP_DISPATCH_TEST_LIMIT=0 \
-    JAX_CP_DISPATCH_PROCESS_LIMIT=$(($2 - 10)) "${@:3}"
+  usual=60 step "between GPUs: $1" "$2" env CUDA_VISIBLE_DEVICES="$all_gpus" \
+    JAX_PLATFORMS=cuda,cpu JAX_CP_DISPATCH_TEST_LIMIT=0 "${@:3}"
 }
-gpus=$("$python" -c 'from jax_cp_dispatch._ranks import runtime
-print(runtime.cuda.device_count()[0] if runtime.cuda else 0)' 2>/dev/null)
-if [ "${gpus:-0}" -ge 2 ] || { [ "$mode" = dry ] && [ "${gpus:-0}" = 0 ]; }; then
-  for case in "one process" cuda_ipc nvshmem "put and get"; do
-    between "$case" 180 XLA_FLAGS="$untuned" "$python" -m pytest -q \
-      "tests/gpu/test_gpu_processes.py::test_every_operation[$case]"
-  done
-  between rates 240 LIMIT=100 benchmarks/multi_gpu.sh --sizes quick --output "$out/between_gpus.json"
+of_all_gpus() {  # of_all_gpus CASE: what the test says so far is printed when its time is over
+  between "$1" 600 XLA_FLAGS="$untuned" "$python" -m pytest -q \
+    "tests/gpu/test_gpu_processes.py::test_every_operation[$1]"
+}
+if [ -n "$several" ] || { [ "$mode" = dry ] && [ -z "$all_gpus" ]; }; then
+  for case in cuda_ipc nvshmem "put and get"; do of_all_gpus "$case"; done
+  between rates 900 LIMIT=300 PYTHON="$python" benchmarks/multi_gpu.sh --sizes quick \
+    --output "$out/between_gpus.json"
+  of_all_gpus "one process"
 elif is_chosen "between GPUs"; then
   echo "between GPUs: one GPU" | tee -a "$report"
   printf 'between GPUs\tone GPU\t0\n' >>"$steps"
 fi
 
 # ---- Measurements.
+no_buffers="$measured --xla_gpu_enable_command_buffer="  # their kernels have no streams in a profile
+ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
 step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
-libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
-  2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
-step "small calls" 20 "$kernels" small "$out/small_calls.json"
-step "blocks beside a GEMM" 30 env LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
-  "$kernels" beside "$out/blocks_beside_gemm.json"
-step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
+step "small calls" 20 env $many_queues "$kernels" small "$out/small_calls.json"
+step gemm 60 env JAX_PLATFORMS=cuda XLA_FLAGS="$no_buffers" $many_queues \
   "$python" benchmarks/gpu_gemm.py --repeats 3 --output "$out/gemm.json"
-step "profile beside a GEMM" 40 env JAX_PLATFORMS=cuda \
-  XLA_FLAGS="$measured --xla_gpu_enable_command_buffer=" \
-  "$python" benchmarks/gpu_profile.py --output "$out/profile_beside_gemm.json"
 step "attention rate" 120 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" "$python" \
   benchmarks/gpu_attention.py --output "$out/attention.json"
-ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
 if [ -x "$ncu" ]; then
-  step profile 40 "$ncu" --clock-control none --kernel-name 'regex:Push|Unpack|Pull' --metrics \
+  step profile 40 env $many_queues "$ncu" --clock-control none --kernel-name 'regex:Push|Unpack|Pull' --metrics \
     "$(printf '%s,' dram__throughput.avg.pct_of_peak_sustained_elapsed \
       dram__bytes.sum.per_second sm__warps_active.avg.pct_of_peak_sustained_active)$(
       printf 'regex:smsp__average_warps_issue_stalled_.*_per_issue_active.ratio')" \
@@ -312,7 +364,7 @@ if "$python" -c 'import xdist' 2>/dev/null; then
     workers=(-n 3)
   fi
 fi
-step "one GPU" 100 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" "${at_once[@]}" \
+step "one GPU" 100 env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$recorded" $many_queues "${at_once[@]}" \
   "$python" -m pytest -q ${workers[@]+"${workers[@]}"} \
   tests/gpu/test_one_gpu.py tests/gpu/test_one_gpu_pairs.py tests/gpu/test_one_gpu_gemm.py \
   tests/gpu/test_gpu_attention.py
@@ -326,10 +378,53 @@ together "attention in parts" "parts_of_heads"
 together "4 by NVSHMEM" "4-nvshmem"
 together "4 by put and get" "put_and_get and 4"
 
+# ---- What only a device can tell of questions that are open; each step is chosen by "open:".
+libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
+  2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
+step "open: profile beside a GEMM" 50 env JAX_PLATFORMS=cuda XLA_FLAGS="$no_buffers" \
+  "$python" benchmarks/gpu_profile.py --output "$out/profile_beside_gemm.json"
+step "open: profile with one hardware queue" 50 env JAX_PLATFORMS=cuda XLA_FLAGS="$no_buffers" \
+  $queues=1 "$python" benchmarks/gpu_profile.py --output "$out/profile_one_queue.json"
+step "open: blocks beside a GEMM" 40 env \
+  LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+  "$kernels" beside "$out/blocks_beside_gemm.json"
+step "open: gate" 100 env JAX_PLATFORMS=cuda PROCESSES=1 SECTIONS=gate LIMIT=50 PYTHON="$python" \
+  benchmarks/multi_gpu.sh --sizes quick --output "$out/gate.json"
+under_mps() {  # under_mps WHAT TEST: everything that XLA records into CUDA graphs is recorded
+  step "open: recorded $1 of two processes under MPS" 60 env JAX_PLATFORMS=cuda \
+    XLA_FLAGS="$recorded" $queues=1 "$python" tests/gpu/stress_processes.py --processes 2 --test "$2"
+}
+under_mps GEMMs test_every_method_of_the_products
+under_mps programs test_programs_without_collectives
+attend_once() {  # both passes of this package's attention, one document of 8192 tokens
+  "$python" - <<'PYTHON'
+import sys
+
+import jax
+
+sys.path.append("benchmarks")
+import attention_workloads as workloads
+from gpu_attention import lowered
+
+workload = workloads.documents(8192, 8192, workloads.Heads(32, 8, 128, 128))
+for compile, operands in lowered("ours", workload, workload.operands()):
+    jax.block_until_ready(compile()(*operands))
+PYTHON
+}
+export -f attend_once
+metrics=(lts__t_bytes.sum lts__t_bytes.sum.per_second dram__bytes.sum.per_second
+  lts__throughput.avg.pct_of_peak_sustained_elapsed gpu__time_duration.sum
+  sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active)
+if [ -x "$ncu" ]; then
+  step "open: L2 cache in attention" 80 env JAX_PLATFORMS=cuda XLA_FLAGS="$measured" \
+    "$ncu" --target-processes all --clock-control none --kernel-name 'regex:Attend|Gradients' \
+    --metrics "$(IFS=,; echo "${metrics[*]}")" bash -c attend_once
+fi
+
 # ---- What may take all the rest of the time.
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 for tool in memcheck racecheck; do
-  step $tool 20 "$sanitizer" --tool $tool --error-exitcode 3 "$kernels" one-launch 2
+  step $tool 20 env $many_queues "$sanitizer" --tool $tool --error-exitcode 3 "$kernels" one-launch 2
   step "$tool of attention" 20 "$sanitizer" --tool $tool --error-exitcode 3 "$kernels" attention 1
 done
 
@@ -349,37 +444,4 @@ if [ "$mode" = dry ]; then
 fi
 say_left_out | tee -a "$report"
 rm -f "$out/configure.log"
-
-"$python" - "$out" <<'PYTHON'
-"""Puts the steps and their results into one file."""
-import datetime, json, pathlib, subprocess, sys
-from importlib import metadata
-
-out = pathlib.Path(sys.argv[1])
-steps = [line.split("\t") for line in (out / "steps.tsv").read_text().splitlines()]
-query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-try:
-    gpu = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
-except OSError:
-    gpu = "none"
-named = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
-report = {
-    "date": datetime.date.today().isoformat(),
-    "gpu": gpu,
-    "versions": {n: v for n, v in sorted(named) if n.startswith(("jax", "nvidia-")) or n == "numpy"},
-    "steps": [{"step": n, "status": s, "seconds": int(t)} for n, s, t in steps],
-}
-for name in (
-    *("kernels", "between_gpus", "bandwidth", "small_calls"),
-    *("blocks_beside_gemm", "gemm", "profile_beside_gemm", "attention"),
-):
-    path = out / f"{name}.json"
-    if path.is_file():
-        report[name] = json.loads(path.read_text())
-        path.unlink()
-(out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-(out / "steps.tsv").unlink()
-failed = [n for n, s, _ in steps if s not in ("0", "left out", "one GPU")]
-print("failed:", ", ".join(failed) if failed else "nothing")
-sys.exit(bool(failed))
-PYTHON
+exec "$python" benchmarks/gpu_machine.py report "$out"

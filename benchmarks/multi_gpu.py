@@ -7,29 +7,29 @@ section into the file, beside those of others. Without GPUs, it uses CPU devices
 """
 
 import argparse
+import collections
+import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import traceback
-from importlib import metadata
 from typing import Any
 
-from multi_gpu_sizes import SIZES, Sizes, runs_of, sections_of
+import common
+import gpu_machine
+import jax
+from multi_gpu_attention import Attention, MaxText
+from multi_gpu_gate import Gate
+from multi_gpu_gemm import Gemms
+from multi_gpu_movement import Movement
+from multi_gpu_programs import ONE_QUEUE, SIZES, Sizes, hosts, of_all, runs_of, sections_of
 
-MACHINE = {
-    "topology": ["nvidia-smi", "topo", "-m"],
-    "gpus": [
-        "nvidia-smi",
-        "--query-gpu=index,name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,"
-        "power.limit,mig.mode.current",
-        "--format=csv,noheader",
-    ],
-}
-ABOUT = (*MACHINE, "packages", "environment", "transports")
-RECORDED = ("XLA_", "JAX_", "NCCL_", "NVSHMEM_", "CUDA_VISIBLE", "UCX_", "SLURM_JOB_NUM_NODES")
-PACKAGES = ("jax", "nvidia-", "transformer", "maxtext")
+from jax_cp_dispatch import available_implementations, initialize
+from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.job import is_in_job
+from jax_cp_dispatch.tools.programs import Ranks
+
 NOT_OVER = "it did not end: another process failed, or the time limit ended it; see the output"
 
 
@@ -38,6 +38,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the sections of each start")
     parser.add_argument("--sections", default="", help="some of those that --list prints")
     parser.add_argument("--sizes", choices=SIZES, default="full")
+    parser.add_argument("--transport", help="that the gate requires; by default any but xla")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file; its other rows are kept")
     return parser.parse_args()
 
@@ -47,8 +48,6 @@ def join() -> None:
 
     multi_gpu.sh sets the place in the job, or Slurm.
     """
-    import jax
-
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "SLURM_STEP_NODELIST" in os.environ:
@@ -57,20 +56,43 @@ def join() -> None:
         jax.distributed.initialize(num_processes=count, process_id=int(os.environ["PROCESS_ID"]))
 
 
-def gpu_memory() -> int | None:
-    import jax
+def why_gpus_are_idle(num_shown: int, num_used: dict[str, int]) -> str | None:
+    """Returns which GPUs would not be measured.
 
+    `num_shown` GPUs are those that CUDA shows a process, `num_used` those of all processes by host.
+    """
+    for host, number in num_used.items():
+        if number < num_shown:
+            return (
+                f"{number} of {num_shown} GPUs of {host} would be measured. Start one process per "
+                f"GPU (PROCESSES={num_shown}, or srun --ntasks-per-node={num_shown}) or one for "
+                "all (PROCESSES=1), or set CUDA_VISIBLE_DEVICES to the GPUs to measure"
+            )
+    return None
+
+
+def require_all_gpus() -> None:
+    """Raises RuntimeError in all processes if one of them sees a GPU that none uses."""
+    num_shown = runtime.cuda.device_count()[0] if runtime.cuda else 0
+    num_used = collections.Counter()
+    for host, number in zip(hosts(), of_all("local GPUs", jax.local_device_count()), strict=True):
+        num_used[host] += number
+    for reason in of_all("idle GPUs", why_gpus_are_idle(num_shown, num_used)):
+        if reason:
+            raise RuntimeError(reason)
+
+
+def gpu_memory() -> int | None:
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("bytes_limit")
 
 
 def make_room(needs: dict[str, int]) -> None:
     """Says what each section needs before memory is taken, and sets what all of them need."""
-    import jax
-
     memory, gib = gpu_memory(), 1 << 30
     need = sum(needs.values())
-    os.environ.setdefault("JAX_CP_DISPATCH_SYMMETRIC_BYTES", str(max(need + need // 8, gib)))
+    slab = max(need + min(need // 8, gib), gib)  # and some space for alignment
+    os.environ.setdefault("JAX_CP_DISPATCH_SYMMETRIC_BYTES", str(slab))
     given = int(os.environ["JAX_CP_DISPATCH_SYMMETRIC_BYTES"])
     if jax.process_index() == 0:
         for name, need in needs.items():
@@ -79,38 +101,15 @@ def make_room(needs: dict[str, int]) -> None:
         print(f"for exchanges: {given / gib:.2f} GiB{of}", flush=True)
 
 
-def about() -> dict[str, object]:
-    """Returns the machine as the drivers see it, and what else changes results."""
-    found: dict[str, object] = {}
-    for name, command in MACHINE.items():
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
-            found[name] = ran.stdout.splitlines() or ran.stderr.splitlines()
-        except (OSError, subprocess.TimeoutExpired) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    named = ((each.metadata["Name"] or "", each.version) for each in metadata.distributions())
-    found["packages"] = {
-        name: version for name, version in sorted(named) if name.startswith(PACKAGES)
-    }
-    found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(RECORDED)}
-    return found
-
-
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 def make(name: str, ranks: Any, sizes: Sizes) -> Any:
     """Returns a section: `symmetric_bytes`, what its exchanges need, and `rows()`."""
-    from multi_gpu_attention import Attention
-    from multi_gpu_gate import Gate
-    from multi_gpu_gemm import Gemms
-    from multi_gpu_movement import Movement
-    from multi_gpu_peers import MaxText
-
-    kind, *tokens = name.split()
+    kind = name.partition(" ")[0]
     made = {"gate": Gate, "movement": Movement, "gemm": Gemms, "maxtext": MaxText}
-    return made[kind](ranks, sizes) if kind in made else Attention(kind, int(*tokens), ranks, sizes)
+    return made[kind](ranks, sizes) if kind in made else Attention(name, ranks, sizes)
 
 
 def is_first() -> bool:
@@ -120,30 +119,23 @@ def is_first() -> bool:
 
 def keep_errors(output: pathlib.Path | None, names: list[str], error: str) -> None:
     """Puts an error into the file in place of the rows of these sections; all else stays."""
-    import common
-
     if output is None or not is_first():
         return
     report = json.loads(output.read_text()) if output.is_file() else {}
     others = [row for row in report.get("rows", []) if row["section"] not in names]
     rows = others + [{"section": name, "error": error} for name in names]
     title = report.get("title", "no section has begun")
-    common.write(output, title, rows, **{k: report[k] for k in ABOUT if k in report})
+    common.write(output, title, rows, **{k: report[k] for k in gpu_machine.ABOUT if k in report})
 
 
 def make_sections(names: list[str], sizes: Sizes) -> tuple[Any, dict[str, Any]]:
     """Joins the job; returns its ranks, and the sections, whose memory is there."""
     join()
-
-    import jax
-
-    from jax_cp_dispatch import initialize
-    from jax_cp_dispatch._ranks.job import is_in_job
-    from jax_cp_dispatch.tools.programs import Ranks
-
     connect = initialize if is_in_job() else lambda: None
     if jax.default_backend() != "gpu":
         connect()  # no process may trace a program before; on GPUs it needs to know the memory
+    else:
+        require_all_gpus()
     ranks = Ranks.of_devices(jax.device_count(), sizes.rounds)
     sections = {name: make(name, ranks, sizes) for name in names}
     make_room({name: section.symmetric_bytes for name, section in sections.items()})
@@ -157,11 +149,16 @@ def main() -> int:
     if options.list:
         print(*runs_of(sizes), sep="\n")
         return 0
+    sizes = dataclasses.replace(sizes, transport=options.transport)
     names = options.sections.split(",")
     if not set(names) <= set(sections_of(sizes)):
         sys.exit(f"--sections is {options.sections!r}. Pass some of {sections_of(sizes)}.")
     # Exchanges take memory that JAX has not reserved.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if names == [ONE_QUEUE]:
+        os.environ[gpu_machine.CONNECTIONS] = "1"
+    elif names == ["gate"]:
+        os.environ.pop(gpu_machine.CONNECTIONS, None)
     keep_errors(options.output, names, NOT_OVER)
     try:
         ranks, sections = make_sections(names, sizes)
@@ -170,20 +167,19 @@ def main() -> int:
         keep_errors(options.output, names, f"{type(error).__name__}: {error}")
         return 1
 
-    import common
-    import jax
-    from multi_gpu_programs import hosts
-
-    from jax_cp_dispatch import available_implementations
-
-    report = common.Report(
-        options.output,
+    machine, found = gpu_machine.about(), available_implementations()
+    chosen = next((name, row.reason) for name, row in found.items() if row.available)
+    title = (
         f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes on "
-        f"{len(set(hosts()))} hosts",
-        is_silent=jax.process_index() > 0,
-        transports={name: list(row) for name, row in available_implementations().items()},
-        **about(),
+        f"{len(set(hosts()))} hosts; transport {chosen[0]} ({chosen[1]}); "
+        f"{gpu_machine.describe(machine)}"
     )
+    if jax.process_index() == 0:
+        print(f"found: {title}", flush=True)
+    report = common.Report(
+        options.output, title, is_silent=jax.process_index() > 0,
+        transports={name: list(row) for name, row in found.items()}, **machine,
+    )  # fmt: skip
     if report.output is not None:
         earlier = json.loads(report.output.read_text())["rows"]
         report.rows = [row for row in earlier if row["section"] not in names]

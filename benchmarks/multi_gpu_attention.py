@@ -1,10 +1,16 @@
-"""Attention over all GPUs: one causal document, or packed ones with published lengths.
+"""Attention over all GPUs: one causal document, or packed ones; training steps of MaxText.
 
 Efficiency compares with one GPU that attends alone to as many tokens as each GPU holds, by the same
-kernels: TFLOP/s of each of all GPUs over those of the one.
+kernels: TFLOP/s of each of all GPUs over those of the one. Peers are measured where they are
+installed: no machine that has run this benchmark had them.
 """
 
+import contextlib
+import importlib.util
 import json
+import pathlib
+import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
-from multi_gpu_peers import transformer_engine_attention
-from multi_gpu_programs import Program, failing, symmetric_bytes, timed
-from multi_gpu_sizes import Sizes
+from multi_gpu_programs import Program, Sizes, failing, symmetric_bytes, timed
 
 from jax_cp_dispatch import Documents, PlanConfig, local_attention, place_tokens, plan_attention
+from jax_cp_dispatch.adapters import maxtext_attention
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.cost import attention_flops, count_pairs
 from jax_cp_dispatch.tools.programs import AXIS, TOLERANCE, Ranks, gradients, make_segment_ids
@@ -27,6 +32,8 @@ TOKENS_OF = P(None, AXIS)
 PASSES = {"forward": 3, "forward and backward": 4}  # operands of q, k, v and the cotangent
 ONE = "one GPU alone"
 PEER = "Transformer Engine's ring"
+STEPS, WARM_UP = 12, 4  # of MaxText
+MOST_SEGMENTS = 32  # MaxText's synthetic documents of a row, and those that the ring accepts
 
 
 def published_lengths(total: int) -> list[int]:
@@ -40,9 +47,14 @@ def published_lengths(total: int) -> list[int]:
 
 
 class Attention:
-    """The section of one case, "causal" or "packed", and one number of tokens per GPU."""
+    """The section "CASE TOKENS" of a case, "causal" or "packed", and a number of tokens per GPU.
 
-    def __init__(self, case: str, tokens: int, ranks: Ranks, sizes: Sizes):
+    "CASE TOKENS ALGORITHM" has one algorithm, and one GPU alone.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, sizes: Sizes):
+        case, number, *only = name.split()
+        tokens = int(number)
         self._ranks, self._sizes, self._case, self._tokens = ranks, sizes, case, tokens
         draw = (lambda n: [n]) if case == "causal" else published_lengths
         self._lengths, alone = draw(ranks.count * tokens), draw(tokens)
@@ -56,7 +68,9 @@ class Attention:
         }
         self._programs: dict[tuple[str, str], Program] = {}
         self._documents: dict[str, Documents] = {}  # with plans
-        for algorithm in sizes.causal if case == "causal" else sizes.packed:
+        algorithms = sizes.causal if case == "causal" else sizes.packed
+        self._has_peer = case == "packed" and only in ([], [algorithms[0]])
+        for algorithm in only or algorithms:
             self._add(algorithm, self._ours(algorithm))
         self._add(ONE, _alone(alone))
 
@@ -65,7 +79,7 @@ class Attention:
         return symmetric_bytes(self._programs.values())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        if self._case == "packed":
+        if self._has_peer:
             try:
                 ids = make_segment_ids(self._lengths)
                 self._add(PEER, transformer_engine_attention(self._ranks.mesh, ids))
@@ -143,7 +157,8 @@ class Attention:
 
     def _check(self, runs: dict[tuple[str, str], Any]) -> None:
         """Compares algorithms that keep the order of tokens; raises ValueError if they differ."""
-        difference = jax.jit(lambda a, b: abs(a - b).max() / abs(b).max())
+        wide = lambda x: x.astype(jnp.float32)  # fused: no array of this type is made
+        difference = jax.jit(lambda a, b: abs(wide(a) - wide(b)).max() / abs(wide(b)).max())
         moved = ("placed", ONE, PEER)  # other orders of tokens
         for what in PASSES:
             kept = [name for name, of in runs if of == what and name not in moved]
@@ -153,7 +168,7 @@ class Attention:
             want = jax.tree.leaves(runs[first, what]())
             for name in others:
                 for got, expected in zip(jax.tree.leaves(runs[name, what]()), want, strict=True):
-                    found = float(difference(*(x.astype(jnp.float32) for x in (got, expected))))
+                    found = float(difference(got, expected))
                     if not found <= TOLERANCE[self._sizes.dtype]:
                         raise ValueError(f"{name} and {first}, {what}, differ by {found:.1e}")
 
@@ -186,3 +201,102 @@ def _alone(lengths: list[int]) -> Callable[..., Any]:
         return local_attention(q, k, v, jnp.asarray(starts), last)[0]
 
     return attend
+
+
+# ---- Peers.
+
+
+def transformer_engine_attention(mesh: Any, ids: np.ndarray) -> Callable[..., Any]:
+    """Returns attention of packed documents by Transformer Engine's ring (THD).
+
+    It needs striped tokens: rank r holds those whose number is r modulo W. Operands are random, so
+    only the ids and positions are put in that order.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    from transformer_engine.jax import attention as te  # pyright: ignore[reportMissingImports]
+    from transformer_engine.jax.sharding import (  # pyright: ignore[reportMissingImports]
+        MeshResource,
+        global_shard_guard,
+    )
+
+    starts = np.flatnonzero(np.diff(ids[0], prepend=0))
+    lengths = np.diff(np.append(starts, ids.shape[1]))
+    positions = np.arange(ids.shape[1]) - np.repeat(starts, lengths)
+    striped = lambda x: jnp.asarray(x.reshape(-1, mesh.size).T.reshape(1, -1), jnp.int32)
+    order = te.SequenceDescriptor.from_segment_ids_and_pos(
+        (striped(ids[0]), striped(ids[0])), (striped(positions), striped(positions))
+    )
+
+    def attend(q, k, v, plan):
+        with jax.set_mesh(mesh), global_shard_guard(MeshResource(cp_resource=AXIS)):
+            return te.fused_attn(
+                (q, k, v), None, order, None, te.AttnBiasType.NO_BIAS,
+                te.AttnMaskType.PADDING_CAUSAL_MASK, te.QKVLayout.THD_THD_THD,
+                te.AttnSoftmaxType.VANILLA_SOFTMAX, q.shape[-1] ** -0.5, 0.0, True,
+                max_segments_per_seq=len(lengths),
+                context_parallel_strategy=te.CPStrategy.RING,
+                context_parallel_causal_load_balanced=True, context_parallel_axis=AXIS,
+                stripe_size=1,
+            )  # fmt: skip
+
+    return attend
+
+
+class MaxText:
+    """The section: tokens per second of MaxText's training loop, with its ring and with ours."""
+
+    symmetric_bytes = 1 << 30  # rings of its layers use XLA's collectives
+
+    def __init__(self, ranks: Ranks, sizes: Sizes):
+        self._ranks, self._tokens = ranks, sizes.tokens[0]
+        width = sizes.heads * sizes.head_size
+        self._model = {
+            **{"base_num_decoder_layers": 4, "base_emb_dim": width, "base_mlp_dim": 3 * width},
+            **{"base_num_query_heads": sizes.heads, "base_num_kv_heads": sizes.kv_heads},
+            **{"head_dim": sizes.head_size},
+        }
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        if importlib.util.find_spec("maxtext") is None:
+            yield {"what": "MaxText", "left_out": "it is not installed: see docs/maxtext.md"}
+            return
+        has_ring = importlib.util.find_spec("transformer_engine") is not None
+        own = {"attention": "cudnn_flash_te", "context_parallel_strategy": "ring"}
+        cases = {
+            "MaxText, its ring (Transformer Engine)": (own, None) if has_ring else None,
+            "MaxText, zigzag": ({"attention": "dot_product"}, "zigzag"),
+        }
+        for what, case in cases.items():
+            if case is None:
+                yield {"what": what, "left_out": "Transformer Engine is not installed"}
+                continue
+            options, algorithm = case
+            attention = maxtext_attention(algorithm=algorithm) if algorithm else None
+            with attention or contextlib.nullcontext():
+                rates = self._tokens_per_second(options)
+            yield {"what": what, "tokens_per_gpu": self._tokens,
+                   "tokens_per_s_per_gpu": statistics.median(rates), "steps": len(rates),
+                   "path": algorithm or "ring"}  # fmt: skip
+
+    def _tokens_per_second(self, options: dict[str, Any]) -> list[float]:
+        """Runs a few steps on synthetic packed documents; returns those of each timed step."""
+        from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
+
+        W = self._ranks.count
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = pathlib.Path(folder, "metrics.txt")
+            given = {
+                **{"run_name": "bench", "base_output_directory": folder, "log_config": False},
+                **{"skip_jax_distributed_system": True, "enable_checkpointing": False},
+                **{"hardware": "gpu" if self._ranks.is_gpu else "cpu", "steps": STEPS},
+                **{"dataset_type": "synthetic", "packing": True, "vocab_size": 32768},
+                **{"max_segments_per_seq": MOST_SEGMENTS, "metrics_file": str(metrics)},
+                **{"ici_context_parallelism": W, "per_device_batch_size": 1 / W},
+                **{"max_target_length": self._tokens * W, "remat_policy": "minimal"},
+                **(self._model | options),
+            }
+            train.main(["train", *(f"{name}={value}" for name, value in given.items())])
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return [line["perf/per_device_tokens_per_sec"] for line in lines[WARM_UP:]]

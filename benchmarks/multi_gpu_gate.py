@@ -1,9 +1,12 @@
 """The gate of multi_gpu.py: exchanges, GEMMs and attention over all GPUs give the right results.
 
 Exchanges are compared bit for bit with XLA's collectives, GEMMs with XLA's product, attention with
-dense attention that each process computes alone. What follows a closed gate is not worth measuring.
+dense attention that each process computes alone. If XLA's collectives served instead of a transport
+of this package, the gate is closed, unless they are named. What follows a closed gate is not worth
+measuring.
 """
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from multi_gpu_programs import transport
-from multi_gpu_sizes import Sizes
+from multi_gpu_programs import Sizes, hosts, transport
 
-from jax_cp_dispatch import place_tokens
+from jax_cp_dispatch import available_implementations, place_tokens
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.tools.programs import (
     AXIS,
@@ -35,7 +37,7 @@ DOCUMENTS: list[int] = [23, 41]  # tokens; of each rank
 
 
 class Gate:
-    """The section; raises ValueError at the first wrong result."""
+    """The section; raises ValueError at the first wrong result, or for another transport."""
 
     symmetric_bytes = 1 << 30
 
@@ -43,13 +45,24 @@ class Gate:
         self._ranks, self._sizes = ranks, sizes
 
     def rows(self) -> Iterator[dict[str, Any]]:
+        path, wanted = transport(), self._sizes.transport
+        if path != wanted and (wanted or path == "xla"):
+            reasons = {name: row.reason for name, row in available_implementations().items()}
+            raise ValueError(
+                f"the gate needs {wanted or 'a transport of this package'}, but {path} serves: "
+                f"{reasons}. Correct that, or measure what serves: --transport {path}"
+            )
         for what, check in (
             ("exchanges", self._exchanges),
             ("GEMMs", self._gemms),
             ("attention", self._attention),
         ):
-            check()
-            yield {"what": what, "is_right": True, "path": transport()}
+            with warnings.catch_warnings():
+                # Between hosts, XLA computes GEMMs.
+                if path != "xla" and (what != "GEMMs" or len(set(hosts())) == 1):
+                    warnings.filterwarnings("error", message="jax_cp_dispatch: .*XLA")
+                check()
+            yield {"what": what, "is_right": True, "path": path}
 
     def _exchanges(self) -> None:
         for tokens, feature in ((64, (3,)), (2048 if self._ranks.is_gpu else 128, (16, 128))):

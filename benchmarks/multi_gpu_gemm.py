@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
-from multi_gpu_programs import Program, failing, timed
-from multi_gpu_sizes import Sizes
+from multi_gpu_programs import Program, Sizes, failing, timed
 
 from jax_cp_dispatch.buffers import comm_overlap_buffer_bytes
 from jax_cp_dispatch.tools.programs import (

@@ -4,7 +4,6 @@ The limit is measured: an all-to-all of the same parts by XLA (NCCL), and a copy
 to the next GPU. Payload counts all rows of a GPU, bus bandwidth those that leave it.
 """
 
-import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,15 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
-from multi_gpu_programs import Program, failing, symmetric_bytes, timed
-from multi_gpu_sizes import Sizes
+from multi_gpu_programs import Program, Sizes, failing, symmetric_bytes, timed
 
 from jax_cp_dispatch import combine, compute_metadata, dispatch
 from jax_cp_dispatch.tools.programs import AXIS, BY_RANK, Ranks
 
 ROW_BYTES = 4096  # keys and values of a token: 2 x 8 heads of 128 in 16 bits
-HAS_SMS = "num_comm_sm" in inspect.signature(dispatch).parameters
-SMS = (16, 32, 64) if HAS_SMS else ()
+SMS = (16, 32, 64)
 LIMITS = ("all_to_all of equal parts", "copy to the next GPU")
 PEER = "dispatch by XLA"  # ragged_all_to_all, where it serves; the path says
 

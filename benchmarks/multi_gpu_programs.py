@@ -1,9 +1,10 @@
-"""Programs over all ranks of multi_gpu.py: traced, compiled, timed over all processes, and read.
+"""What multi_gpu.py measures: sizes, and programs over all ranks.
 
-A section traces its programs before the processes connect: the exchanges that it finds say how much
-symmetric memory they need.
+Programs are traced, compiled, timed over all processes, and read. A section traces its programs
+before the processes connect: the exchanges that it finds say how much symmetric memory they need.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -34,6 +35,81 @@ _COLLECTIVES = re.compile(
 )
 _OURS = re.compile(r'custom_call_target="jax_cp_dispatch\.(\w+)')
 _numbers = itertools.count()
+
+# ---- Full sizes, quick ones for a report, and tiny ones for CPU devices.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The defaults are sizes of use.
+
+    Attributes:
+      rounds: samples of each program; each is the mean of calls in a row.
+      moved: bytes per GPU of an exchange.
+      beside: those that are also measured beside a GEMM, and with fewer multiprocessors.
+      square: rows and columns of that GEMM.
+      tokens: per GPU, of attention.
+      heads, kv_heads, head_size, dtype: of attention.
+      causal, packed: algorithms of one document, and of packed ones.
+      apart: tokens per GPU from which each algorithm of attention has processes of its own, since
+        their channels together would leave too little memory.
+      gemms: (M, K, N) of global size, of an all-gather GEMM; transposed of a reduce-scatter one.
+      transport: that the gate requires; None: any but XLA's collectives.
+    """
+
+    rounds: int = 20
+    moved: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26, 1 << 28, 1 << 30)
+    beside: tuple[int, ...] = (1 << 26, 1 << 28)
+    square: int = 8192
+    tokens: tuple[int, ...] = (8192, 32768, 131072)
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+    causal: tuple[str, ...] = ("ring", "zigzag", "balanced")
+    packed: tuple[str, ...] = ("zigzag", "balanced", "placed")
+    apart: int = 131072
+    gemms: tuple[tuple[int, int, int], ...] = ((8192, 4096, 28672), (32768, 8192, 8192))
+    transport: str | None = None
+
+
+FULL = Sizes()
+SIZES = {
+    "full": FULL,
+    "quick": dataclasses.replace(
+        FULL, rounds=5, moved=(1 << 10, 1 << 20, 1 << 26), beside=(1 << 26,), tokens=(8192,),
+        gemms=FULL.gemms[:1],
+    ),
+    "tiny": Sizes(
+        rounds=2, moved=(1 << 16,), beside=(1 << 16,), square=64, tokens=(64,), heads=2,
+        kv_heads=1, head_size=8, dtype="float32", gemms=((64, 16, 64),),
+        causal=("ring",), packed=("placed",),
+    ),
+}  # fmt: skip
+
+
+ONE_QUEUE = "gate 1"  # with CUDA_DEVICE_MAX_CONNECTIONS=1; "gate" has it unset
+
+
+def sections_of(sizes: Sizes) -> list[str]:
+    """Returns the names of the sections, in their order."""
+    cases = {"causal": sizes.causal, "packed": sizes.packed}
+    attention = []
+    for tokens in sizes.tokens:
+        for case, algorithms in cases.items():
+            own = [f" {name}" for name in algorithms] if tokens >= sizes.apart else [""]
+            attention += [f"{case} {tokens}{name}" for name in own]
+    return ["gate", ONE_QUEUE, "movement", "gemm", *attention, "maxtext"]
+
+
+def runs_of(sizes: Sizes) -> list[str]:
+    """Returns the sections that share processes, joined by commas: tiny ones all after the gate."""
+    *gates, movement = sections_of(sizes)[:3]
+    others = [movement, *sections_of(sizes)[3:]]
+    return [*gates, ",".join(others)] if sizes == SIZES["tiny"] else [*gates, *others]
+
+
+# ---- Programs.
 
 
 class Program:

@@ -140,19 +140,23 @@ inline std::string RowBeside(const char* what, const Timed& timed, int num_block
   const Both first = beside->Time(exchange, true), second = beside->Time(exchange, false);
   const float serial = alone + beside->gemm_ms();
   const auto whole = [](const Both& both) { return std::max(both.exchange_ms, both.gemm_ms); };
-  std::printf("%-9s %6d | %8.3f %8.0f %8.3f | %8.3f %8.3f %8.3f | %8.3f %8.3f %8.3f\n", what,
-              num_blocks, alone, 1e-6 * bytes / alone, serial, first.exchange_ms, first.gemm_ms,
+  const float rate = 1e-6 * bytes / alone;  // of payload
+  std::printf("%-9s %6d | %8.3f %8.0f %8.1f %8.3f | %8.3f %8.3f %8.3f | %8.3f %8.3f %8.3f\n", what,
+              num_blocks, alone, rate, rate / num_blocks, serial, first.exchange_ms, first.gemm_ms,
               whole(first), second.exchange_ms, second.gemm_ms, whole(second));
   std::fflush(stdout);
   char text[640];
   std::snprintf(
       text, sizeof text,
       "{\"what\": \"%s\", \"blocks\": %d, \"alone_ms\": %.4f, "
-      "\"payload_GB_per_s\": %.1f, \"gemm_alone_ms\": %.4f, \"serial_ms\": %.4f, "
+      "\"payload_GB_per_s\": %.1f, \"GB_per_s_per_block\": %.2f, \"gemm_alone_ms\": %.4f, "
+      "\"serial_ms\": "
+      "%.4f, "
       "\"exchange_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}, "
       "\"gemm_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}",
-      what, num_blocks, alone, 1e-6 * bytes / alone, beside->gemm_ms(), serial, first.exchange_ms,
-      first.gemm_ms, whole(first), second.exchange_ms, second.gemm_ms, whole(second));
+      what, num_blocks, alone, rate, rate / num_blocks, beside->gemm_ms(), serial,
+      first.exchange_ms, first.gemm_ms, whole(first), second.exchange_ms, second.gemm_ms,
+      whole(second));
   return text;
 }
 
@@ -209,11 +213,11 @@ inline int TimeBesideGemm(int num_resident, const char* path) {
   }
   std::printf(
       "A GEMM of 8192 alone: %.3f ms. Milliseconds from a common begin; rates of payload.\n"
-      "%16s | %26s | %26s | %26s\n"
-      "what      blocks | %8s %8s %8s | %8s %8s %8s | %8s %8s %8s\n",
+      "%16s | %35s | %26s | %26s\n"
+      "what      blocks | %8s %8s %8s %8s | %8s %8s %8s | %8s %8s %8s\n",
       beside.gemm_ms(), "", "alone", "exchange launched first", "GEMM launched first", "ms", "GB/s",
-      "+ GEMM", "exchange", "GEMM", "both", "exchange", "GEMM", "both");
-  for (const int num_blocks : {16, 32, 48, 64, 96, num_resident / 2, num_resident}) {
+      "a block", "+ GEMM", "exchange", "GEMM", "both", "exchange", "GEMM", "both");
+  for (const int num_blocks : {8, 16, 24, 32, 48, 64, 96, num_resident / 2, num_resident}) {
     rows.push_back(WholeBeside({true, 1, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
     for (std::string& row : KernelsBeside({true, 2, kRowBytes}, num_blocks, &beside)) {
       rows.push_back(std::move(row));
