@@ -36,6 +36,7 @@ class Slabs(NamedTuple):
     transport: str  # "cuda_ipc" or "nvshmem"
     bases: list[int]  # the address of each here; this process's own where it is not mapped
     memory_groups: list[int]  # of each process; those of one group map each other's slabs
+    network: str = ""  # by which groups reach each other, in words
 
     def reach(self, processes: Iterable[int]) -> bool:
         """Whether these processes exchange through the slabs; the same answer in all of them."""
@@ -158,7 +159,7 @@ def connect_nvshmem(job: GpuJob, is_named: bool) -> Slabs | str:
     for name, value in (("NVSHMEM_DISABLE_NCCL", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ.setdefault(name, value)
     version = module.version() if module else ""
-    facts = job.publish("nvshmem", [why, version, is_named or may_network()])
+    facts = job.publish("nvshmem", [why, version, is_named or may_network(), describe_network()])
     missing = first_reason([fact[0] for fact in facts])
     if missing is not None:
         return missing
@@ -166,12 +167,22 @@ def connect_nvshmem(job: GpuJob, is_named: bool) -> Slabs | str:
         return f"the versions of NVSHMEM differ: {[fact[1] for fact in facts]}"
     hosts = [(host, fact[2]) for host, fact in zip(job.hosts, facts, strict=True)]
     missing = what_hosts_lack(hosts)
-    if missing is None and not is_named:
-        missing = why_nvshmem_ends(job, module.__file__, runtime.nvshmem_library())
-    if missing:
+    if missing is not None:
         return missing
-    os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(job.slab_bytes + _OWN_BYTES))
-    return _start(job, module)
+    found: Slabs | str = ""
+    if not is_named:
+        found = why_nvshmem_ends(job, module.__file__, runtime.nvshmem_library())
+    if not found:
+        os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(job.slab_bytes + _OWN_BYTES))
+        found = _start(job, module)
+    first = {fact[3]: p for p, fact in reversed(list(enumerate(facts)))}  # of alike processes
+    ordered = sorted((p, network) for network, p in first.items())
+    network = "; ".join(
+        f"network{f' of process {p}' * (len(ordered) > 1)}: {network}" for p, network in ordered
+    )
+    if isinstance(found, Slabs):
+        return found._replace(network=network)
+    return found if len(set(job.hosts)) == 1 else f"{found}; {network}"
 
 
 def may_network() -> bool:
@@ -179,6 +190,39 @@ def may_network() -> bool:
     adapters = pathlib.Path("/sys/class/infiniband")
     is_named = "NVSHMEM_REMOTE_TRANSPORT" in os.environ
     return is_named or (adapters.is_dir() and any(adapters.iterdir()))
+
+
+_NETWORK_VARIABLES = (
+    *("NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_PE_MAPPING"),
+    *("NVSHMEM_ENABLE_NIC_PE_MAPPING", "NVSHMEM_IBGDA_NIC_HANDLER"),
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
+)
+
+
+def describe_network(root: pathlib.Path = pathlib.Path("/")) -> str:
+    """Says what decides how fast NVSHMEM moves rows between hosts: adapters, IBGDA, the driver."""
+
+    def read(*path: Any) -> str:
+        try:
+            return root.joinpath(*path).read_text().strip()
+        except OSError:  # such a file may be absent, or without a value
+            return ""
+
+    adapters = []
+    for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
+        state, layer, rate = (read(port, name) for name in ("state", "link_layer", "rate"))
+        link = f"{layer}, {rate}" if "ACTIVE" in state else state
+        adapters.append(f"{port.parents[1].name}:{port.name} ({link})")
+    parts = [f"adapters {', '.join(adapters)}" if adapters else "no InfiniBand adapter"]
+    if os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "").lower() in ("1", "true", "yes", "y", "on"):
+        is_set = "PeerMappingOverride=1" in read("proc/driver/nvidia/params")
+        parts += [f"IBGDA on, the driver has {'' if is_set else 'no '}PeerMappingOverride=1"]
+    else:
+        parts += ["IBGDA off: one thread of the host starts all transfers of a process"]
+    has_module = (root / "sys/module/nvidia_peermem").exists()
+    parts += ["nvidia_peermem loaded" if has_module else "no nvidia_peermem, so dmabuf is needed"]
+    given = {name: os.environ[name] for name in _NETWORK_VARIABLES if name in os.environ}
+    return ", ".join([*parts, *(f"{name}={value}" for name, value in given.items())])
 
 
 def what_hosts_lack(hosts: list[tuple[str, bool]]) -> str | None:
@@ -272,6 +316,7 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
     else CUDA IPC for groups of ranks inside a host. Otherwise XLA's collectives serve. NVSHMEM is
     first started in a child of each process, since it ends a process in which it fails. Set
     `JAX_CP_DISPATCH_GPU_TRANSPORT` to nvshmem or cuda_ipc to use only that one, without this trial.
+    If hosts reach each other by NVSHMEM, the reason has their network adapters and its settings.
 
     With NVSHMEM, a GPU uses pointers to memory that it can map, and the network to reach other
     hosts. `JAX_CP_DISPATCH_GPU_POINTERS=0` makes it use the network for all others. Every process
@@ -366,7 +411,7 @@ def _describe(slabs: Slabs, num_hosts: int, reasons: list[str]) -> GpuWorld:
     where = f"{num_processes} processes of {num_hosts} host{'s' * (num_hosts > 1)}, one GPU each"
     if slabs.reach(range(num_processes)):
         if len(set(slabs.memory_groups)) > 1:
-            where += f": {describe_mapping(slabs.memory_groups)}"
+            where += f": {describe_mapping(slabs.memory_groups)}; {slabs.network}"
         return GpuWorld(slabs.transport, "; ".join([where, *reasons]))
     inside = f"groups of ranks inside one host use {slabs.transport}"
     return GpuWorld("xla", "; ".join([where, *reasons, inside]))

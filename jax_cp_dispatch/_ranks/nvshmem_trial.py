@@ -57,6 +57,15 @@ def _read_id(file: pathlib.Path, child: subprocess.Popen[bytes], end: float) -> 
     return file.read_text()
 
 
+def compute_modes() -> list[str]:
+    """Returns the compute mode of each GPU of this host; none if nvidia-smi does not tell."""
+    query = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
 def _ended(child: subprocess.Popen[bytes], output: pathlib.Path, end: float) -> str:
     try:
         code = child.wait(max(0.0, end - time.monotonic()))
@@ -64,6 +73,12 @@ def _ended(child: subprocess.Popen[bytes], output: pathlib.Path, end: float) -> 
         return f"NVSHMEM did not start in a child process within {_SECONDS:g} s; {_ADVICE}"
     if code == 0:
         return ""
+    if "Exclusive_Process" in compute_modes():
+        return (
+            f"a child process cannot try NVSHMEM (it ended with {code}): a GPU is in compute mode "
+            "EXCLUSIVE_PROCESS, which lets one process use it; run nvidia-smi "
+            "--compute-mode=DEFAULT, or set JAX_CP_DISPATCH_GPU_TRANSPORT=nvshmem to skip the trial"
+        )
     last = (output.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
     return f"NVSHMEM ended the child process that tried it, with {code}: {last}; {_ADVICE}"
 

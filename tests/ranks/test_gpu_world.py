@@ -23,6 +23,7 @@ from jax_cp_dispatch import compute_metadata, dispatch, gpu
 from jax_cp_dispatch._ranks import gpu as gpu_world, nvshmem_trial, runtime  # inner: emulates GPUs
 from jax_cp_dispatch._ranks.gpu import (
     describe_mapping,
+    describe_network,
     group_by_mapping,
     what_hosts_lack,  # inner: many hosts
 )
@@ -35,6 +36,9 @@ LOST = (
     "process 1: its GPU and that of process 0 reach each other's memory, but data is lost (an "
     "IOMMU or ACS of the machine may be the cause)"
 )
+NETWORKS = {"a": "adapters mlx5_0:1", "b": "no InfiniBand adapter", "c": "none"}
+NETWORK = f"network: {NETWORKS['a']}"
+BETWEEN_HOSTS = f"network of process 0: {NETWORKS['a']}; network of process 2: {NETWORKS['b']}"
 ALL_IPC = [[5000, 7001, 7002], [7000, 5001, 7002], [7000, 7001, 5002]]
 BY_HOST = [[5000, 7001, 5000], [7000, 5001, 5001], [5002] * 3]
 # The network returns this process's own address for another process.
@@ -43,14 +47,23 @@ BY_NVSHMEM = [[100, 200, 100], [100, 200, 200], [300] * 3]
 CONNECTED = [  # scene, transport, reason, slabs of each process, groups
     ("one host", "cuda_ipc", ONE_HOST, ALL_IPC, [0, 0, 0]),
     *(
-        (scene, "nvshmem", f"{where}: 0-1, 2 through pointers, each other over the network",
+        (scene, "nvshmem",
+         f"{where}: 0-1, 2 through pointers, each other over the network; {network}",
          BY_NVSHMEM, [0, 0, 2])
-        for scene, where in (("two hosts", TWO_HOSTS), ("one host, nvshmem is named", ONE_HOST))
+        for scene, where, network in (("two hosts", TWO_HOSTS, BETWEEN_HOSTS),
+                                      ("one host, nvshmem is named", ONE_HOST, NETWORK))
     ),
 ]  # fmt: skip
 BY_XLA = {
     "one host, no ipc, nvshmem ends it": [
         NO_IPC, "process 1: NVSHMEM ended the child process that tried it, with 255: ibv"
+    ],
+    "three hosts, nvshmem ends it": [
+        "ibv_open_device failed", "network of process 0: adapters mlx5_0:1; network of process 1: "
+    ],
+    "one host, no ipc, nvshmem ends it, exclusive": [
+        NO_IPC, "process 1: a child process cannot try NVSHMEM (it ended with 255): a GPU is in "
+        "compute mode EXCLUSIVE_PROCESS, which lets one process use it; run nvidia-smi "
     ],
     "one host, no ipc, nvshmem makes no id": [NO_IPC, "process 0: NVSHMEM ended", "with 7"],
     "one host, no ipc, nvshmem is late": [
@@ -160,6 +173,52 @@ def test_nvshmem_is_not_started_between_hosts_without_a_network():
     )
 
 
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """The files of a host with two ports, of which one is down, and a function to write more."""
+    for name in gpu_world._NETWORK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def write(path, text):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    ports = {"mlx5_0": ("4: ACTIVE", "InfiniBand"), "mlx5_1": ("1: DOWN", "Ethernet")}
+    for name, (state, layer) in ports.items():
+        for file, text in (("state", state), ("link_layer", layer), ("rate", "400 Gb/sec")):
+            write(f"sys/class/infiniband/{name}/ports/1/{file}", text)
+    return tmp_path, write
+
+
+def test_a_reason_has_what_decides_how_fast_a_network_is(host, monkeypatch):
+    root, write = host
+    monkeypatch.delenv("NVSHMEM_IB_ENABLE_IBGDA", raising=False)
+    adapters = "adapters mlx5_0:1 (InfiniBand, 400 Gb/sec), mlx5_1:1 (1: DOWN)"
+    assert describe_network(root) == (
+        f"{adapters}, IBGDA off: one thread of the host starts all transfers of a process, "
+        "no nvidia_peermem, so dmabuf is needed"
+    )
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "true")
+    monkeypatch.setenv("NVSHMEM_HCA_LIST", "mlx5_0:1")
+    assert "IBGDA on, the driver has no PeerMappingOverride=1," in describe_network(root)
+    write("proc/driver/nvidia/params", 'RegistryDwords: "PeerMappingOverride=1;"')
+    write("sys/module/nvidia_peermem/version", "580")
+    assert describe_network(root) == (
+        f"{adapters}, IBGDA on, the driver has PeerMappingOverride=1, nvidia_peermem loaded, "
+        "NVSHMEM_HCA_LIST=mlx5_0:1"
+    )
+    assert describe_network(root / "proc").startswith("no InfiniBand adapter, IBGDA on")
+
+
+def test_the_compute_mode_is_that_of_the_driver(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvshmem_trial.compute_modes() == []
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho Default; echo Exclusive_Process\n")
+    (tmp_path / "nvidia-smi").chmod(0o700)
+    assert nvshmem_trial.compute_modes() == ["Default", "Exclusive_Process"]
+
+
 def test_memory_groups_map_the_same_ranks():
     hosts = [[a // 4 == b // 4 for b in range(8)] for a in range(8)]
     assert group_by_mapping(hosts) == [0] * 4 + [4] * 4
@@ -251,6 +310,9 @@ def connect(scene):
     gpu_world._world = gpu_world._slabs = None
     gpu_world._host = lambda: HOSTS[scene.partition(",")[0]][PROCESS]
     gpu_world.may_network = lambda: "no adapter" not in scene
+    gpu_world.describe_network = lambda: NETWORKS[gpu_world._host()]
+    modes = ["Default", "Exclusive_Process"] if "exclusive" in scene else []
+    nvshmem_trial.compute_modes = lambda: modes
     num_local = 2 if "two gpus each" in scene else 1
     gpu_world._local_gpus = lambda: jax.local_devices()[:num_local]
     world = gpu.connect_gpus(timeout=600)
