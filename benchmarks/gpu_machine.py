@@ -126,7 +126,7 @@ def lacks(purposes: list[str]) -> list[str]:
         missing += [f"no {x} (pip install {x})" for x in modules if not is_installed(x)]
         plugins = [x for x in installed() if re.fullmatch(r"jax-cuda\d+-plugin", x)]
         missing += [] if plugins else ["no plugin of JAX for CUDA (pip install 'jax[cuda13]')"]
-        (toolkit,) = {13} if nvcc >= (13,) or "jax-cuda13-plugin" in plugins else {12}
+        toolkit = 13 if nvcc >= (13,) or "jax-cuda13-plugin" in plugins else 12
         needed = {12: 525, 13: 580}[toolkit]  # the first drivers of CUDA 12 and 13
         found = lines_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         driver = version_in(r"^(\d+)\.\d", found)

@@ -113,7 +113,7 @@ step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
     tee -a "$report" &
   finish "$started"
   wait "$!"
-  note "$name" "$finished" "$((SECONDS - began))" "$out/step.log"
+  note "$name" "$((SECONDS - began))" "$limit" "$out/step.log"
 }
 
 declare -A running=()
@@ -141,10 +141,12 @@ finish() {  # finish PROCESS: waits for it; its status is in `finished`
 # An interruption ends what runs, and leaves out the rest: the report is written.
 trap 'end=0; [ "${#running[@]}" = 0 ] || kill -s INT "${!running[@]}"' INT TERM
 
-note() {  # note NAME STATUS SECONDS LOG: how a step went; fails if it failed
-  local status=$2
+note() {  # note NAME SECONDS LIMIT LOG: how the step went that has `finished`; fails if it failed
+  local status=$finished
   if [ "$status" != 0 ]; then
-    if [ "$status" = 124 ] || [ "$status" = 137 ] || grep -q "not over after" "$4"; then
+    # 137: killed. A test says "not over after" of processes that it has ended.
+    if [ "$status" = 124 ] || { [ "$status" = 137 ] && [ "$2" -ge "$3" ]; } ||
+      grep -q "not over after" "$4"; then
       status="out of time"
     elif grep -q ERR_NVGPUCTRPERM "$4"; then
       status="not permitted"
@@ -153,8 +155,8 @@ note() {  # note NAME STATUS SECONDS LOG: how a step went; fails if it failed
     fi
   fi
   rm -f "$4"
-  echo "-- $1: status $status after $3 s" | tee -a "$report"
-  printf '%s\t%s\t%s\n' "$1" "$status" "$3" >>"$steps"
+  echo "-- $1: status $status after $2 s" | tee -a "$report"
+  printf '%s\t%s\t%s\n' "$1" "$status" "$2" >>"$steps"
   [ "$status" = 0 ]
 }
 
@@ -261,7 +263,7 @@ export nvshmem
 
 # ---- The smoke table: each line its own process, up to three at a time.
 smoke_line() {  # smoke_line LINE: tests of one operation
-  local id
+  local id queues=()
   case "$1" in
     dispatch | combine) id="test_one_gpu.py::test_cases_of_all_ranks[4-$1]" ;;
     pair) id="test_one_gpu.py::test_cases_of_all_ranks[4-dispatch_start]" ;;
@@ -272,7 +274,8 @@ smoke_line() {  # smoke_line LINE: tests of one operation
     nvshmem) id="test_gpu_processes.py::test_exchanges_between_processes[2-nvshmem]" ;;
     put) id="test_gpu_processes.py::test_exchanges_by_put_and_get[2]" ;;
   esac
-  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" $many_queues \
+  [[ $id == *processes* ]] || queues=($many_queues)
+  env JAX_PLATFORMS=cuda,cpu XLA_FLAGS="$untuned" ${queues[@]+"${queues[@]}"} \
     XLA_PYTHON_CLIENT_MEM_FRACTION=.2 "$python" -m pytest -q "tests/gpu/$id"
 }
 export -f smoke_line
@@ -297,7 +300,7 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   for job in ${jobs[@]+"${!jobs[@]}"}; do
     finish "$job"
     tee -a "$report" <"$out/smoke.${jobs[$job]}"
-    note "smoke: ${jobs[$job]}" "$finished" "$((SECONDS - began))" "$out/smoke.${jobs[$job]}"
+    note "smoke: ${jobs[$job]}" "$((SECONDS - began))" "$limit" "$out/smoke.${jobs[$job]}"
   done
 }
 smoke 20 dispatch combine pair
@@ -379,14 +382,14 @@ together "4 by NVSHMEM" "4-nvshmem"
 together "4 by put and get" "put_and_get and 4"
 
 # ---- What only a device can tell of questions that are open; each step is chosen by "open:".
-libraries=$("$python" -c 'import nvidia; print(*(at + "/cu13/lib" for at in nvidia.__path__), sep=":")' \
-  2>/dev/null):/usr/local/cuda/lib64  # cuBLASLt
+libraries=$("$python" -c 'import nvidia
+print(*(f"{at}/cu13/lib:{at}/cublas/lib" for at in nvidia.__path__), sep=":")' 2>/dev/null)  # cuBLASLt
+libraries=$libraries:/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 step "open: profile beside a GEMM" 50 env JAX_PLATFORMS=cuda XLA_FLAGS="$no_buffers" \
   "$python" benchmarks/gpu_profile.py --output "$out/profile_beside_gemm.json"
 step "open: profile with one hardware queue" 50 env JAX_PLATFORMS=cuda XLA_FLAGS="$no_buffers" \
   $queues=1 "$python" benchmarks/gpu_profile.py --output "$out/profile_one_queue.json"
-step "open: blocks beside a GEMM" 40 env \
-  LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+step "open: blocks beside a GEMM" 40 env LD_LIBRARY_PATH="$libraries" \
   "$kernels" beside "$out/blocks_beside_gemm.json"
 step "open: gate" 100 env JAX_PLATFORMS=cuda PROCESSES=1 SECTIONS=gate LIMIT=50 PYTHON="$python" \
   benchmarks/multi_gpu.sh --sizes quick --output "$out/gate.json"

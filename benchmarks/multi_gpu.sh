@@ -94,17 +94,18 @@ for sections in "${runs[@]}"; do
   port=$((port + 1))
   export JAX_COORDINATOR_PORT=$port  # for Slurm: an earlier section may not have left its port yet
   [[ -z ${SECTIONS:-} || $sections =~ $SECTIONS ]] || continue
+  began=$SECONDS
   measure "$sections" "$@"
   code=$?
-  case $code in
-    0) continue ;;
-    124 | 137)  # 137: it did not end itself, and was killed
-      how="ran out of time (LIMIT=$limit)"
-      [ "$status" != 0 ] || status=124 ;;
-    *)
-      how="failed"
-      status=1 ;;
-  esac
+  [ "$code" != 0 ] || continue
+  how=failed
+  # 137: killed, because it did not end itself.
+  if [ "$code" = 124 ] || { [ "$code" = 137 ] && [ $((SECONDS - began)) -ge "$limit" ]; }; then
+    how="ran out of time (LIMIT=$limit)"
+    [ "$status" != 0 ] || status=124
+  else
+    status=1
+  fi
   echo "multi_gpu.sh: $sections $how" >&2
   if [[ $sections == gate* ]]; then
     echo "multi_gpu.sh: results are wrong or missing; nothing is measured" >&2

@@ -28,7 +28,7 @@ LARGE = "test_large_exchanges"
 
 @contextlib.contextmanager
 def mps():
-    """Runs MPS for the processes that are started inside; says so if it cannot run."""
+    """Runs MPS for the processes that are started inside; yields whether it runs."""
     with tempfile.TemporaryDirectory() as folder:
         places = {f"CUDA_MPS_{name}_DIRECTORY": folder for name in ("PIPE", "LOG")}
         # The processes share the GPU's hardware queues.
@@ -41,10 +41,10 @@ def mps():
             print(f"without MPS: {error}", flush=True)
             for name in places:
                 del os.environ[name]
-            yield
+            yield False
             return
         try:
-            yield
+            yield True
         finally:
             subprocess.run(control, input="quit\n", text=True, timeout=20, check=False)
 
@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--fault", default="", help="an extension of planted_fault.py")
     options = parser.parse_args()
     sizes = f"{options.rounds},{options.megabytes},{int(bool(options.fault))}"
-    with mps(), tempfile.TemporaryDirectory() as folder:
+    with mps() as has_mps, tempfile.TemporaryDirectory() as folder:
+        if options.test != LARGE and not has_mps:
+            sys.exit(f"{options.test} needs kernels of several processes at the same time")
         if options.fault:
             os.environ["PYTHONPATH"] = package_with(options.fault, pathlib.Path(folder))
         codes, outputs = launched.run(
