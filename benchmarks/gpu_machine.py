@@ -56,8 +56,12 @@ def about() -> dict[str, Any]:
     """Returns the machine as the drivers see it, and what else changes results."""
     found: dict[str, Any] = {name: lines_of(*command) for name, command in MACHINE.items()}
     found["packages"] = installed()
-    found["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(IN_FILE)}
+    found["environment"] = environment()
     return found
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(IN_FILE)}
 
 
 def describe(machine: dict[str, Any]) -> str:

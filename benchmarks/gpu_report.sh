@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that the GPUs of this host can tell: gpu_report.sh [--dry-run] [--budget SECONDS] [FOLDER].
+# Everything that the GPUs of this host can tell: gpu_report.sh [--budget SECONDS] [FOLDER].
 # Builds from this tree without network and for this GPU only, tests and measures. The steps come in
 # the order of their worth, and later ones run also when one fails. Each has a time limit of its own,
 # and at most what is left of the budget (540 s; with several GPUs 3600 s). The last lines say what
@@ -19,8 +19,7 @@
 # GIVEN names a folder with extensions and test_kernels of this tree, built elsewhere by this script
 # (`ARCHITECTURE=90 gpu_report.sh --build-only FOLDER`). They are used if their stamp (sources, GPU,
 # Python, versions of XLA's FFI and of NVSHMEM) is that of this machine, and if the package imports
-# with them; otherwise everything is built here. --dry-run checks every command and runs none; it says what
-# is left out if every step takes its limit (a line of the smoke table: what it usually takes).
+# with them; otherwise everything is built here.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
@@ -29,13 +28,12 @@ mode=run
 budget=
 while [[ ${1:-} == -* ]]; do
   case "$1" in
-    --dry-run) mode=dry ;;
     --build-only) mode=build ;;
     --budget) budget=${2:-none}; shift ;;
     *) budget=none ;;
   esac
   [[ ${budget:-1} =~ ^[1-9][0-9]*$ ]] || {
-    echo "usage: gpu_report.sh [--dry-run | --build-only] [--budget SECONDS] [FOLDER]" >&2
+    echo "usage: gpu_report.sh [--build-only] [--budget SECONDS] [FOLDER]" >&2
     exit 2
   }
   shift
@@ -51,8 +49,6 @@ several=
 [[ $all_gpus != *,* ]] || several=yes
 [ -n "$budget" ] || budget=$([ -n "$several" ] && echo 3600 || echo 540)
 end=$((budget - (budget > 100 ? 10 : 1)))  # seconds; the rest is for what follows the steps
-supposed=0  # seconds that the steps of a dry run would have taken
-usual=      # seconds of a step, if usually much less than its limit
 left_out=()
 shortest=5  # seconds with which a step is begun
 report=$out/report.txt
@@ -69,43 +65,21 @@ many_queues=$queues=32              # one GPU holds the streams of many ranks
 unset $queues
 [ -z "$several" ] || export CUDA_VISIBLE_DEVICES=${all_gpus%%,*}
 
-check() {  # check COMMAND...: says what a command lacks; used instead of running it
-  local word
-  while case "$1" in env | timeout | *=*) true ;; *) false ;; esac; do shift; done
-  command -v "$1" >/dev/null || { echo "no $1"; return 127; }
-  for word in "$@"; do
-    case "$word" in
-      *.py) "$python" -c 'import ast, sys; ast.parse(open(sys.argv[1]).read())' "$word" || return ;;
-      *.sh) bash -n "$word" || return ;;
-    esac
-  done
-}
-
 is_chosen() {  # is_chosen NAME: the machine and the builds always are
   case "$1" in machine | build | import | "build nvshmem") return 0 ;; esac
   [ -z "${STEPS:-}" ] || [[ $1 =~ $STEPS ]]
 }
 
 step() {  # step NAME SECONDS COMMAND...: runs it, and notes how it went
-  local name=$1 limit=$2 began=$SECONDS status left
+  local name=$1 limit=$2 began=$SECONDS left=$((end - SECONDS))
   shift 2
   is_chosen "$name" || return 1
-  if [ "$mode" = dry ]; then left=$((end - supposed)); else left=$((end - SECONDS)); fi
   if [ "$left" -lt "$((limit < shortest ? limit : shortest))" ]; then
     left_out+=("$name")
     printf '%s\tleft out\t0\n' "$name" >>"$steps"
     return 1
   fi
   [ "$limit" -le "$left" ] || limit=$left
-  if [ "$mode" = dry ]; then
-    local lacks
-    lacks=$(check "$@" 2>&1)
-    status=$?
-    supposed=$((supposed + (usual && usual < limit ? usual : limit)))
-    printf '%s\t%s\t%s\t%s\n' "$status" "$limit" "$name" "${lacks:-$*}"
-    printf '%s\t%s\t0\n' "$name" "$status" >>"$steps"
-    return "$status"
-  fi
   echo "== $name: from $began s on, at most $limit s" | tee -a "$report"
   start "$limit" "$out/step.log" "$@"
   # Not a pipe, which would stay open for what a step leaves behind.
@@ -172,7 +146,7 @@ needs=(run)
 [ "$mode" != build ] || needs=()
 [ "$mode" != build ] && is_given >/dev/null 2>&1 || needs+=(build)
 if ! ARCHITECTURE=$architecture "$python" benchmarks/gpu_machine.py lacks "${needs[@]}" |
-  tee -a "$report" && [ "$mode" != dry ]; then
+  tee -a "$report"; then
   rm -f "$steps"
   exit 2
 fi
@@ -220,7 +194,7 @@ PYTHON
 export -f warm_up
 export measured
 warming=
-if [ "$mode" = run ] && is_chosen warm-up; then
+if is_chosen warm-up && [ "$end" -gt 100 ]; then
   { nice timeout 90 bash -c warm_up; echo "warm-up: status $?"; } >"$out/warm_up.log" 2>&1 &
   warming=$!
 fi
@@ -234,16 +208,14 @@ export -f await
 
 # ---- The extensions.
 kernels=$build/test_kernels
-if [ "$mode" = run ] && is_given | tee -a "$report" &&
+if is_given | tee -a "$report" &&
   install "$given" _cpu _cuda _nvshmem && step import 20 bash -c import_package; then
   kernels=$given/test_kernels
 else
-  step build 120 bash -c build_first && [ "$mode" = run ] && install "$build" _cpu _cuda
+  step build 120 bash -c build_first && install "$build" _cpu _cuda
   step import 20 bash -c import_package
 fi
-if [ "$mode" = dry ]; then kernels=true; fi
-[ -z "$warming" ] && [ "$mode" = run ] ||
-  usual=10 step warm-up 90 bash -c 'await "$warming" "$out/warm_up.log"'
+[ -z "$warming" ] || step warm-up 90 bash -c 'await "$warming" "$out/warm_up.log"'
 rm -f "$out/warm_up.log"
 
 # ---- The kernels without JAX.
@@ -255,7 +227,7 @@ nvshmem=
 for step in "smoke: nvshmem" "smoke: put" "4 by NVSHMEM" "4 by put and get"; do
   ! is_chosen "$step" || needs_nvshmem=1
 done
-if [ "$mode" = run ] && [ "$kernels" = "$build/test_kernels" ] && [ -n "${needs_nvshmem:-}" ]; then
+if [ "$kernels" = "$build/test_kernels" ] && [ -n "${needs_nvshmem:-}" ]; then
   { nice bash -c build_nvshmem; echo "build: status $?"; } >"$out/nvshmem.log" 2>&1 &
   nvshmem=$!
 fi
@@ -285,10 +257,8 @@ smoke() {  # smoke SECONDS LINE...: these lines at a time
   local limit=$1 began=$SECONDS left=$((end - SECONDS)) line lines=() job jobs=()
   shift
   for line; do ! is_chosen "smoke: $line" || lines+=("$line"); done
-  if [ "$mode" = dry ] || [ "$left" -lt "$shortest" ]; then
-    for line in ${lines[@]+"${lines[@]}"}; do
-      usual=5 step "smoke: $line" "$limit" bash -c 'smoke_line "$1"' - "$line"
-    done
+  if [ "$left" -lt "$shortest" ]; then
+    for line in ${lines[@]+"${lines[@]}"}; do step "smoke: $line" "$limit"; done
     return
   fi
   [ "$limit" -le "$left" ] || limit=$left
@@ -318,14 +288,14 @@ rm -f "$out/nvshmem.log"
 # queue and with as many as CUDA makes. One process with all GPUs comes last: it can stop in ways in
 # which several cannot.
 between() {  # between NAME SECONDS COMMAND...
-  usual=60 step "between GPUs: $1" "$2" env CUDA_VISIBLE_DEVICES="$all_gpus" \
+  step "between GPUs: $1" "$2" env CUDA_VISIBLE_DEVICES="$all_gpus" \
     JAX_PLATFORMS=cuda,cpu JAX_CP_DISPATCH_TEST_LIMIT=0 "${@:3}"
 }
 of_all_gpus() {  # of_all_gpus CASE: what the test says so far is printed when its time is over
   between "$1" 600 XLA_FLAGS="$untuned" "$python" -m pytest -q \
     "tests/gpu/test_gpu_processes.py::test_every_operation[$1]"
 }
-if [ -n "$several" ] || { [ "$mode" = dry ] && [ -z "$all_gpus" ]; }; then
+if [ -n "$several" ]; then
   for case in cuda_ipc nvshmem "put and get"; do of_all_gpus "$case"; done
   between rates 900 LIMIT=300 PYTHON="$python" benchmarks/multi_gpu.sh --sizes quick \
     --output "$out/between_gpus.json"
@@ -431,20 +401,8 @@ for tool in memcheck racecheck; do
   step "$tool of attention" 20 "$sanitizer" --tool $tool --error-exitcode 3 "$kernels" attention 1
 done
 
-say_left_out() {
-  local names
-  names=$(printf '%s, ' ${left_out[@]+"${left_out[@]}"})
-  names=${names%, }
-  echo "left out of $budget s: ${names:-nothing}"
-}
-if [ "$mode" = dry ]; then
-  failed=$(awk -F'\t' '$2 != 0 && $2 != "left out" && $2 != "one GPU" { print $1 }' "$steps" | paste -sd, -)
-  rm -f "$report" "$steps"
-  echo "cannot run: ${failed:-nothing}"
-  say_left_out
-  [ -z "$failed" ]
-  exit
-fi
-say_left_out | tee -a "$report"
+names=$(printf '%s, ' ${left_out[@]+"${left_out[@]}"})
+names=${names%, }
+echo "left out of $budget s: ${names:-nothing}" | tee -a "$report"
 rm -f "$out/configure.log"
 exec "$python" benchmarks/gpu_machine.py report "$out"

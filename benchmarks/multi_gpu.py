@@ -160,6 +160,10 @@ def main() -> int:
     elif names == ["gate"]:
         os.environ.pop(gpu_machine.CONNECTIONS, None)
     keep_errors(options.output, names, NOT_OVER)
+    machine = gpu_machine.about() if is_first() else {}
+    there = gpu_machine.describe(machine) if machine else ""
+    if there:
+        print(f"found: {there}", flush=True)
     try:
         ranks, sections = make_sections(names, sizes)
     except Exception as error:
@@ -167,19 +171,19 @@ def main() -> int:
         keep_errors(options.output, names, f"{type(error).__name__}: {error}")
         return 1
 
-    machine, found = gpu_machine.about(), available_implementations()
-    chosen = next((name, row.reason) for name, row in found.items() if row.available)
-    title = (
-        f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes on "
-        f"{len(set(hosts()))} hosts; transport {chosen[0]} ({chosen[1]}); "
-        f"{gpu_machine.describe(machine)}"
-    )
-    if jax.process_index() == 0:
-        print(f"found: {title}", flush=True)
+    found = available_implementations()
+    used, reason = next((name, row.reason) for name, row in found.items() if row.available)
+    if machine:
+        machine["environment"] = gpu_machine.environment()  # with the memory for exchanges
+        print(f"transport: {used}: {reason}", flush=True)
     report = common.Report(
-        options.output, title, is_silent=jax.process_index() > 0,
-        transports={name: list(row) for name, row in found.items()}, **machine,
-    )  # fmt: skip
+        options.output,
+        f"{ranks.name}, {jax.devices()[0].device_kind}, {jax.process_count()} processes on "
+        f"{len(set(hosts()))} hosts; transport {used} ({reason}); {there}",
+        is_silent=jax.process_index() > 0,
+        transports={name: list(row) for name, row in found.items()},
+        **machine,
+    )
     if report.output is not None:
         earlier = json.loads(report.output.read_text())["rows"]
         report.rows = [row for row in earlier if row["section"] not in names]
