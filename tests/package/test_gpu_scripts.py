@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 from in_ci import in_ci
@@ -25,7 +26,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 REPORT, SCRIPT = BENCHMARKS / "gpu_report.sh", BENCHMARKS / "multi_gpu.sh"
 LAUNCHED = ROOT / "tests/gpu/launched.py"
-STUBS = ROOT / "tests/support/gpu_machine"  # programs of a machine with eight GPUs
+STUBS = ROOT / "tests/support/eight_gpus"  # programs of a machine with eight GPUs
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_machine  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -296,6 +297,13 @@ def test_a_gate_is_open_over_a_transport(used, wanted, monkeypatch):
 def test_a_gate_over_another_path_is_closed(used, wanted, needs, monkeypatch):
     with pytest.raises(ValueError, match=rf"needs {needs}.* {used} serves: .*--transport {used}"):
         gate_over(used, wanted, monkeypatch)
+
+
+def test_a_gate_is_closed_by_a_call_that_xla_serves(monkeypatch):
+    warn = lambda _: warnings.warn("jax_cp_dispatch: gemm: XLA serves this call", stacklevel=1)
+    monkeypatch.setattr(Passed, "_gemms", warn)
+    with pytest.raises(UserWarning, match="XLA serves"):
+        gate_over("cuda_ipc", None, monkeypatch)
 
 
 def gate_over(used, wanted, monkeypatch):
