@@ -107,7 +107,7 @@ finish() {  # finish PROCESS: waits for it; its status is in `finished`
   while
     wait "$1"
     finished=$?
-    kill -0 "$1" 2>/dev/null
+    [ "$finished" -gt 128 ] && kill -0 "$1" 2>/dev/null
   do :; done  # a signal ends `wait`
   unset "running[$1]"
 }

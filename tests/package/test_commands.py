@@ -311,6 +311,22 @@ def test_a_wrong_result_is_an_error_and_the_other_sections_still_run(tiny, comma
     assert "all_gather_matmul, none" in said.out and "of limit  speedup" in said.out
 
 
+def test_results_are_compared_bit_for_bit_or_to_a_tolerance():
+    """Numbers that float32 cannot tell apart, and what is not a number."""
+    ranks = programs.Ranks.of_devices(2, repeats=1)
+    far = np.arange(8, dtype=np.int32) + 2**30
+    ones = np.ones(8, np.float32)
+    check = lambda a, b, tolerance: ranks.check_equal("x", *map(ranks.put, (a, b)), tolerance)
+    check(far, far, 0.0), check(ones * 1.001, ones, 1e-2), check(0 * ones, 0 * ones, 1e-6)
+    for a, b, tolerance in (
+        (far + (np.arange(8) == 3), far, 0.0),
+        (ones * 1.1, ones, 1e-2),
+        (np.where(ones > np.arange(8), np.nan, 1), ones, 1e-2),
+    ):
+        with pytest.raises(ValueError, match=r"x differs from its alternative in [14] entries"):
+            check(a.astype(b.dtype), b, tolerance)
+
+
 def test_sizes_suit_every_number_of_ranks():
     for sizes in (bench.CPU, bench.QUICK, bench.GPU):
         assert sizes.shared(8) == sizes
