@@ -308,6 +308,7 @@ fi
 # ---- Measurements.
 no_buffers="$measured --xla_gpu_enable_command_buffer="  # their kernels have no streams in a profile
 ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
+[ -x "$ncu" ] || echo "no ncu: no profile, and no L2 cache in attention" | tee -a "$report"
 step bandwidth 30 env JAX_PLATFORMS=cuda "$python" benchmarks/gpu_exchange.py \
   --repeats 3 --output "$out/bandwidth.json"
 step "small calls" 20 env $many_queues "$kernels" small "$out/small_calls.json"
