@@ -1,7 +1,7 @@
 """The machine of a report on GPUs: what is there, what it lacks, and the file of a report.
 
     gpu_machine.py found            # one line: GPUs, links, driver, NCCL, variables
-    gpu_machine.py lacks build run  # one line, and exit status 1, if it lacks anything for these
+    gpu_machine.py lacks build run  # one line, and exit status 1, if it lacks anything for both
     gpu_machine.py report FOLDER    # report.json, from what gpu_report.sh has left in the folder
 
 Imports neither JAX nor the package, which may not be there yet.
@@ -121,24 +121,25 @@ def version_in(pattern: str, lines: list[str]) -> tuple[int, ...]:
 
 
 def lacks(purposes: list[str]) -> list[str]:
-    """Returns everything that is missing to "build" the extensions, or to "run" the report."""
+    """Returns all that is missing to "build" the extensions, "test" them, or "run" anything."""
     name = os.environ.get("CUDACXX", "nvcc")
     nvcc = version_in(r"V(\d+\.\d+\.\d+)", lines_of(name, "--version"))
     missing = why_no_build(name, nvcc) if "build" in purposes else []
+    modules = {"build": ["nanobind"], "test": ["pytest", "hypothesis"], "run": ["jax"]}
+    needed = [name for purpose in purposes for name in modules[purpose]]
+    missing += [f"no {x} (pip install {x})" for x in needed if not importlib.util.find_spec(x)]
     if "run" in purposes:
-        modules = ("jax", "pytest", "hypothesis")
-        missing += [f"no {x} (pip install {x})" for x in modules if not is_installed(x)]
         plugins = [x for x in installed() if re.fullmatch(r"jax-cuda\d+-plugin", x)]
         missing += [] if plugins else ["no plugin of JAX for CUDA (pip install 'jax[cuda13]')"]
         toolkit = 13 if nvcc >= (13,) or "jax-cuda13-plugin" in plugins else 12
-        needed = {12: 525, 13: 580}[toolkit]  # the first drivers of CUDA 12 and 13
+        oldest = {12: 525, 13: 580}[toolkit]  # the first drivers of CUDA 12 and 13
         found = lines_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         driver = version_in(r"^(\d+)\.\d", found)
         if not driver:
             missing.append(f"no driver (nvidia-smi: {' '.join(found)})")
-        elif driver[0] < needed:
+        elif driver[0] < oldest:
             instead = ", or nvcc and jax[cuda12] of CUDA 12" * (toolkit == 13 and driver[0] >= 525)
-            missing.append(f"driver {found[0]}, but CUDA {toolkit} needs {needed}{instead}")
+            missing.append(f"driver {found[0]}, but CUDA {toolkit} needs {oldest}{instead}")
     return missing
 
 
@@ -167,11 +168,7 @@ def why_no_build(name: str, nvcc: tuple[int, ...]) -> list[str]:
                        "cmake)")  # fmt: skip
     if not version_in(r"^(\d+\.\d+)", lines_of("ninja", "--version")):
         missing.append("no ninja (pip install ninja)")
-    return missing + ([] if is_installed("nanobind") else ["no nanobind (pip install nanobind)"])
-
-
-def is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    return missing
 
 
 # ---- The file of a report.

@@ -143,6 +143,7 @@ architecture=${ARCHITECTURE:-$(nvidia-smi --query-gpu=compute_cap --format=csv,n
 export architecture=${architecture:-90}
 
 needs=(run)
+[ -n "${STEPS:-}" ] || needs+=(test)
 [ "$mode" != build ] || needs=()
 [ "$mode" != build ] && is_given >/dev/null 2>&1 || needs+=(build)
 if ! ARCHITECTURE=$architecture "$python" benchmarks/gpu_machine.py lacks "${needs[@]}" |
