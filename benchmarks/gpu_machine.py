@@ -48,8 +48,9 @@ def lines_of(*command: str) -> list[str]:
 
 
 def installed() -> dict[str, str]:
-    named = ((each.metadata["Name"] or "", each.version) for each in metadata.distributions())
-    return {name: version for name, version in sorted(named) if name.startswith(PACKAGES)}
+    named = [(each.metadata["Name"] or "", each.version) for each in metadata.distributions()]
+    first = dict(reversed(named))  # of those with one name, the one that is imported
+    return {name: first[name] for name in sorted(first) if name.startswith(PACKAGES)}
 
 
 def about() -> dict[str, Any]:

@@ -95,6 +95,7 @@ def test_a_dead_gpu_is_found_by_touching_it():
 # ---- The report on a machine with eight GPUs, of stubs.
 
 VARIABLES = ("CUDA_", "JAX_", "SLURM_", "XLA_")
+INTERRUPTED = "env", "--default-signal=INT"  # also where this test was started in the background
 
 
 @pytest.fixture
@@ -114,9 +115,9 @@ def machine(tmp_path):
     (packages / "nanobind.py").write_text("")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(VARIABLES)}
     given = {
-        **{"PATH": f"{STUBS}:{os.environ['PATH']}", "PYTHONPATH": str(packages)},
+        **{"PATH": f"{STUBS / 'limits'}:{STUBS}:{os.environ['PATH']}", "PYTHONPATH": str(packages)},
         **{"PYTHON": str(STUBS / "python"), "REAL": sys.executable, "STUBS": str(STUBS)},
-        **{"SOURCE": str(ROOT)},
+        **{"SOURCE": str(ROOT), "TIMEOUT": str(shutil.which("timeout"))},
         **{"LOG": str(tmp_path / "log"), "DRIVER": "580.82.07", "NVCC": "13.0", "CMAKE": "3.28.3"},
         **{"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LIMIT_OF_STEP": ""},
     }
@@ -125,7 +126,7 @@ def machine(tmp_path):
 
 def report(machine, *options, **more):
     root, environment = machine
-    command = [root / "benchmarks/gpu_report.sh", *options, root / "out"]
+    command = [*INTERRUPTED, root / "benchmarks/gpu_report.sh", *options, root / "out"]
     return subprocess.Popen(
         command, env=environment | more, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -139,8 +140,7 @@ def seen(machine):
 
 def test_a_report_of_eight_gpus(machine):
     """Every step sees what it should; what ran out of time or may not run has not failed."""
-    path = f"{STUBS / 'limits'}:{machine[1]['PATH']}"
-    said = ends(report(machine, LATE="put and get", PATH=path), code=3)
+    said = ends(report(machine, LATE="put and get"), code=3)
     assert said.startswith(
         "found: 8 x NVIDIA H100; links NV18 between all; driver 580.82.07; NCCL 2.28.9; "
         "CUDA_DEVICE_MAX_CONNECTIONS 1\n"
@@ -259,7 +259,8 @@ def test_one_task_of_slurm_starts_a_process_for_each_gpu(machine):
 def test_an_interruption_reaches_every_process(machine):
     """And the limit ends a section, which then has not failed."""
     root, environment = machine
-    command, log = [root / "benchmarks/multi_gpu.sh"], pathlib.Path(environment["LOG"])
+    command = [*INTERRUPTED, root / "benchmarks/multi_gpu.sh"]
+    log = pathlib.Path(environment["LOG"])
     start = lambda **more: subprocess.Popen(
         command, env=environment | {"PROCESSES": "3", "BLOCKS": "gate"} | more, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -270,7 +271,8 @@ def test_an_interruption_reaches_every_process(machine):
         running.send_signal(number)
         ends(running, code)  # only if all have closed the output
         log.unlink()
-    said = ends(start(LIMIT="1"), code=124)
+    path = environment["PATH"].partition(":")[2]  # with the system's own `timeout`
+    said = ends(start(LIMIT="1", PATH=path), code=124)
     assert "gate ran out of time (LIMIT=1)" in said and "nothing is measured" in said
 
 
