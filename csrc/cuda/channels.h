@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -59,15 +61,30 @@ class Channel {
     int num_ranks = 0;
     cudaEvent_t done = nullptr;  // the last call
     std::mutex mutex;            // held while a call is enqueued
+    std::string op;              // of the last call; under the mutex
+    uint64_t* seen = nullptr;    // host memory for the number of a call, and who has come to it
+    cudaStream_t watch = nullptr;
+  };
+
+  // A rank of this process in a call to which others have not come.
+  struct Waiting {
+    int64_t channel;  // unique in this process
+    std::string op;
+    int rank;
+    uint64_t call;  // its number on the channel
+    std::vector<int> missing;
+    std::vector<int64_t> processes;  // of the missing ranks
   };
 
   const std::vector<char*>& memory() const { return memory_; }  // by rank
   const Local& local(int first_rank) const { return locals_.at(first_rank); }
 
   // Enqueues a call after the previous one on this device, if XLA runs them on different streams.
-  cudaError_t Enqueue(int first_rank, cudaStream_t stream, const std::function<void()>& launch) {
+  cudaError_t Enqueue(const std::string& op, int first_rank, cudaStream_t stream,
+                      const std::function<void()>& launch) {
     Local& local = locals_.at(first_rank);
     std::lock_guard<std::mutex> lock(local.mutex);
+    local.op = op;
     const cudaError_t waited = cudaStreamWaitEvent(stream, local.done, 0);
     launch();
     const cudaError_t recorded = cudaEventRecord(local.done, stream);
@@ -93,12 +110,70 @@ class Channel {
     return first;
   }
 
+  // Adds the ranks that wait for others now. Reads the words in which ranks say on the device that
+  // they have come: an exchange's and a GEMM's are the first of its memory. A device that cannot be
+  // read within a second is left out. Not at the same time as itself or Free.
+  void AddWaiting(std::vector<Waiting>* all) {
+    const auto num_ranks = static_cast<int>(devices_.size());
+    for (auto& [rank, local] : locals_) {
+      if (local.num_ranks > 1) continue;  // all ranks are here
+      const DeviceScope scope(devices_[rank].device);
+      if (!IsBusy(cudaEventQuery(local.done)) || IsBusy(cudaStreamQuery(local.watch))) continue;
+      cudaMemcpyAsync(local.seen, local.state + offsetof(kernels::State, epoch), sizeof(uint64_t),
+                      cudaMemcpyDeviceToHost, local.watch);
+      cudaMemcpyAsync(local.seen + 1, memory_[rank], num_ranks * sizeof(uint64_t),
+                      cudaMemcpyDeviceToHost, local.watch);
+      constexpr int kMostMilliseconds = 1000;
+      for (int i = 0; i < kMostMilliseconds && IsBusy(cudaStreamQuery(local.watch)); ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      if (IsBusy(cudaStreamQuery(local.watch))) continue;
+      Waiting waiting{id_,
+                      "a call",
+                      rank,
+                      local.seen[0],
+                      MissingRanks(local.seen + 1, num_ranks, local.seen[0]),
+                      {}};
+      if (waiting.missing.empty()) continue;
+      for (const int missing : waiting.missing) {
+        waiting.processes.push_back(devices_[missing].process);
+      }
+      if (std::unique_lock<std::mutex> lock(local.mutex, std::try_to_lock); lock.owns_lock()) {
+        waiting.op = local.op;
+      }
+      all->push_back(std::move(waiting));
+    }
+  }
+
  private:
   friend class ChannelRegistry;
+
+  static bool IsBusy(cudaError_t error) {
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaErrorNotReady;
+  }
 
   // Processes make a channel at the first call of a program, which they may have compiled, or begun
   // to compile, at different times.
   static constexpr int kFirstCallDeadlines = 3;
+
+  // Of each local rank: its error record, and what `AddWaiting` has read.
+  static constexpr size_t kBytesOnHost =
+      sizeof(kernels::ErrorRecord) + (1 + kernels::kMaxRanks) * sizeof(uint64_t);
+
+  // The stream by which all channels of the current device are read. Called by one thread at a
+  // time.
+  static cudaError_t FindWatch(cudaStream_t* stream) {
+    static auto& by_device = *new std::map<int, cudaStream_t>;
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    cudaStream_t& found = by_device[device];
+    if (error == cudaSuccess && found == nullptr) {
+      error = cudaStreamCreateWithFlags(&found, cudaStreamNonBlocking);
+    }
+    *stream = found;
+    return error;
+  }
 
   // The state and error records of `num_ranks` ranks on the current device.
   static Status MakeLocal(const std::string& op, int num_ranks, int64_t bytes_per_rank,
@@ -108,17 +183,18 @@ class Channel {
     if (error == cudaSuccess) {
       const Status status = ClearOnDevice(op, local->state, bytes);
       if (!status.ok()) return status;
-      error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors),
-                            num_ranks * sizeof(kernels::ErrorRecord),
+      error = cudaHostAlloc(reinterpret_cast<void**>(&local->errors), num_ranks * kBytesOnHost,
                             cudaHostAllocMapped | cudaHostAllocPortable);
     }
     if (error == cudaSuccess) {
-      std::memset(static_cast<void*>(local->errors), 0, num_ranks * sizeof(kernels::ErrorRecord));
+      std::memset(static_cast<void*>(local->errors), 0, num_ranks * kBytesOnHost);
+      local->seen = reinterpret_cast<uint64_t*>(local->errors + num_ranks);
       error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&local->errors_on_device),
                                        local->errors, 0);
     }
     if (error == cudaSuccess)
       error = cudaEventCreateWithFlags(&local->done, cudaEventDisableTiming);
+    if (error == cudaSuccess) error = FindWatch(&local->watch);
     local->num_ranks = num_ranks;
     return CudaStatus(error, op, ": allocating a channel's state");
   }
@@ -184,6 +260,7 @@ class Channel {
   std::vector<char*> memory_;
   std::map<int, Local> locals_;  // by the first rank of a device of this process
   int64_t bytes_ = 0;
+  int64_t id_ = 0;  // of channels of this process
   int num_groups_ = 1;
   bool in_slab_ = false;
 };
@@ -208,6 +285,7 @@ class ChannelRegistry {
     status = look();  // another device's call may have created it
     if (!status.ok() || *channel) return status;
     auto made = std::make_shared<Channel>();
+    made->id_ = ++num_made_;
     status = made->Make(op, key, shape, in_slab, process_);
     if (!status.ok()) return status;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -230,6 +308,7 @@ class ChannelRegistry {
         at = is_used ? channels_.erase(at) : std::next(at);
       }
     }
+    std::lock_guard<std::mutex> watching(watching_);
     for (const auto& channel : unused) channel->Free();
   }
 
@@ -248,6 +327,19 @@ class ChannelRegistry {
       if (!error.empty()) errors.push_back(std::move(error));
     }
     return errors;
+  }
+
+  // The ranks of this process that wait for others now.
+  std::vector<Channel::Waiting> FindWaiting() {
+    std::vector<Channel::Waiting> found;
+    std::vector<std::shared_ptr<Channel>> all;
+    std::lock_guard<std::mutex> watching(watching_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [key, channel] : channels_) all.push_back(channel);
+    }
+    for (const auto& channel : all) channel->AddWaiting(&found);
+    return found;
   }
 
   // How JAX counts the processes, and the devices of this one: `ordinals` are CUDA's numbers.
@@ -291,8 +383,10 @@ class ChannelRegistry {
   // rank waits for another's call; with a separate mutex this does not block calls whose channel
   // exists.
   std::mutex making_, mutex_;
+  std::mutex watching_;  // held while channels are read, and while they are freed
   std::map<ChannelKey, std::shared_ptr<Channel>> channels_;
   std::set<int64_t> released_;
+  int64_t num_made_ = 0;  // under `making_`
   int64_t process_ = 0;
   std::vector<int64_t> ordinals_;
 };
@@ -347,6 +441,18 @@ struct ExchangeStream {
     }
     *found = one.get();
     return Status::Ok();
+  }
+
+  // In the initialize stage of every call: see ExchangePairs::AwaitEnded.
+  static Status AwaitEnded(const std::string& op, int device, cudaStream_t stream) {
+    Streams& all = All();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.by_device.find(device);
+    if (found == all.by_device.end() || found->second == nullptr ||
+        found->second->pairs.AwaitEnded(stream)) {
+      return Status::Ok();
+    }
+    return Status::Internal(op, ": waiting for an exchange of an earlier program failed.");
   }
 
   // The exchanges of all devices that went on after their first call.

@@ -67,8 +67,14 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
               "another buffer, or restart the program.";
       break;
     case Failure::kProgram:
-      text << " runs another call than rank " << e.peer
-           << ". All ranks must run the same programs in the same order.";
+      text << " runs another call than rank " << e.peer << ": expected call "
+           << kernels::SiteOf(e.expected) << " of its program, seen call "
+           << kernels::SiteOf(e.seen)
+           << (e.expected >> kernels::kSiteBits == e.seen >> kernels::kSiteBits
+                   ? ", of the same shapes"
+                   : ", which differs in more than its number")
+           << ". All ranks must run the same programs, whose calls XLA has put in the same order: "
+              "compile them with the same flags, autotuning results and profiles.";
       break;
     case Failure::kDeadline:
       text << " waited for rank " << e.peer << " until the deadline: signal expected " << e.expected
@@ -83,6 +89,14 @@ std::string Describe(const std::string& op, const ErrorRecord& e, int num_ranks,
   }
   text << " (call " << e.epoch << " on this buffer)";
   return text.str();
+}
+
+std::vector<int> MissingRanks(const uint64_t* arrived, int num_ranks, uint64_t call) {
+  std::vector<int> missing;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    if (arrived[rank] < call) missing.push_back(rank);  // one that has given up is above all
+  }
+  return missing;
 }
 
 }  // namespace cpd

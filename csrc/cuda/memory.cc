@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -83,44 +84,73 @@ std::vector<uint64_t> PatternOf(uint64_t seed) {
   return words;
 }
 
-// Memory and a stream of a device, which is current while it exists. The default stream would wait
-// for others, on which ranks may wait.
+// Memory and a stream of a device, which is current while this exists. The default stream would
+// wait for others, on which ranks may wait. Both are kept for the next one: programs may be running
+// already, and freeing memory waits for the device, where a rank may wait for another.
 class Workbench {
  public:
-  explicit Workbench(int device) {
+  explicit Workbench(int device) : device_(device) {
     status_ = CudaStatus(cudaSetDevice(device), "selecting a GPU");
-    Check("allocating memory", [&] { return cudaMalloc(&memory_, kPatternBytes); });
-    Check("making a stream",
-          [&] { return cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking); });
+    {
+      std::lock_guard<std::mutex> lock(Unused().mutex);
+      std::vector<Parts>& unused = Unused().by_device[device];
+      if (!unused.empty()) {
+        parts_ = unused.back();
+        unused.pop_back();
+      }
+    }
+    if (parts_.memory == nullptr) {
+      Check("allocating memory", [&] { return cudaMalloc(&parts_.memory, kPatternBytes); });
+    }
+    if (parts_.stream == nullptr) {
+      Check("making a stream",
+            [&] { return cudaStreamCreateWithFlags(&parts_.stream, cudaStreamNonBlocking); });
+    }
   }
   ~Workbench() {
-    if (stream_) cudaStreamDestroy(stream_);
-    if (memory_) cudaFree(memory_);
+    std::lock_guard<std::mutex> lock(Unused().mutex);
+    Unused().by_device[device_].push_back(parts_);
   }
+  Workbench(const Workbench&) = delete;
+  Workbench& operator=(const Workbench&) = delete;
 
   template <typename Step>
   void Check(const char* what, Step step) {
     if (status_.ok()) status_ = CudaStatus(step(), what);
   }
   void Transfer(void* to, const void* from) {
-    Check("copying a pattern",
-          [&] { return cudaMemcpyAsync(to, from, kPatternBytes, cudaMemcpyDefault, stream_); });
+    Check("copying a pattern", [&] {
+      return cudaMemcpyAsync(to, from, kPatternBytes, cudaMemcpyDefault, parts_.stream);
+    });
   }
   void ByKernel(char* to, const char* from) {
     Check("copying a pattern",
-          [&] { return LaunchCopy(to, from, kPatternBytes, /*num_blocks=*/1, stream_); });
+          [&] { return LaunchCopy(to, from, kPatternBytes, /*num_blocks=*/1, parts_.stream); });
   }
   void Wait() {
-    Check("copying a pattern", [&] { return cudaStreamSynchronize(stream_); });
+    Check("copying a pattern", [&] { return cudaStreamSynchronize(parts_.stream); });
   }
 
-  char* memory() { return static_cast<char*>(memory_); }
+  char* memory() { return static_cast<char*>(parts_.memory); }
   const Status& status() const { return status_; }
 
  private:
+  struct Parts {
+    void* memory = nullptr;
+    cudaStream_t stream = nullptr;
+  };
+  struct Spare {
+    std::mutex mutex;
+    std::map<int, std::vector<Parts>> by_device;
+  };
+  static Spare& Unused() {
+    static auto* spare = new Spare;  // never destroyed: CUDA may have ended first
+    return *spare;
+  }
+
   const DeviceScope restore_;
-  void* memory_ = nullptr;
-  cudaStream_t stream_ = nullptr;
+  const int device_;
+  Parts parts_;
   Status status_;
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,11 +17,13 @@
 
 namespace cpd {
 
-// The handlers of a custom call, by the name under which JAX registers it.
+// The handlers of a custom call, by the name under which JAX registers it. Without a handler, a
+// stage does nothing.
 struct Target {
   const char* name;
-  XLA_FFI_Handler* prepare;  // before the program runs
   XLA_FFI_Handler* execute;
+  XLA_FFI_Handler* initialize = nullptr;   // in every execution, before the program runs
+  XLA_FFI_Handler* instantiate = nullptr;  // once per program
 };
 
 // A handler of this function, whose operands `kBind` binds.
@@ -65,6 +68,31 @@ xla::ffi::Future Failed(const Status& status);
 // floating-point environment of this call, which XLA set up on the rank's own thread. `held` is
 // released first: code that has waited for the program may destroy it.
 Completion CompleteWith(std::shared_ptr<xla::ffi::Promise> promise, std::shared_ptr<void> held);
+
+// ---- The state of a custom call: made once per program. Its executions share it.
+
+// A state derives from this, and has `kTypeName`.
+template <typename State>
+struct CallState {
+  static inline xla::ffi::TypeId id = {};
+  static inline xla::ffi::TypeInfo info = xla::ffi::MakeTypeInfo<State>();
+};
+
+// The handler of the instantiate stage. It registers the state's type here, with the running
+// backend: JAX's own hook replays handlers before types, which keeps the CPU backend from starting.
+template <typename State, auto kMake>
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+  using xla::ffi::Ffi;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (State::id == XLA_FFI_UNKNOWN_TYPE_ID) {
+    XLA_FFI_Error* error =
+        Ffi::RegisterTypeId(frame->api, State::kTypeName, &State::id, &State::info);
+    if (error != nullptr) return error;
+  }
+  static const auto* const handler = Ffi::BindInstantiate().Attrs().To(kMake).release();
+  return handler->Call(frame);
+}
 
 // ---- Reads the attributes of a custom call by name.
 

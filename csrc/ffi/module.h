@@ -11,18 +11,20 @@
 
 namespace cpd {
 
-// `first_stage` is that of `Target::prepare`.
-inline void BindTargets(nanobind::module_& m, const char* first_stage,
-                        std::vector<std::vector<Target>> all) {
+inline void BindTargets(nanobind::module_& m, std::vector<std::vector<Target>> all) {
   m.def(
       "registrations",
-      [first_stage, all = std::move(all)] {
+      [all = std::move(all)] {
         nanobind::dict targets;
         for (const std::vector<Target>& of_file : all) {
           for (const Target& target : of_file) {
             nanobind::dict stages;
-            stages[first_stage] = nanobind::capsule(reinterpret_cast<void*>(target.prepare));
-            stages["execute"] = nanobind::capsule(reinterpret_cast<void*>(target.execute));
+            for (const auto& [stage, handler] : {std::pair{"instantiate", target.instantiate},
+                                                 {"initialize", target.initialize},
+                                                 {"execute", target.execute}}) {
+              if (handler == nullptr) continue;
+              stages[stage] = nanobind::capsule(reinterpret_cast<void*>(handler));
+            }
             targets[target.name] = stages;
           }
         }

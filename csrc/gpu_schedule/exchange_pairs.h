@@ -35,11 +35,27 @@ class ExchangePairs {
 
   explicit ExchangePairs(StreamOrder* order) : order_(order) {}
 
-  // Before a program runs. `stream` is the program's: it waits for exchanges of programs that ended
-  // between their two calls.
-  bool AnnounceStart(const Addresses& arrays, void* stream) {
+  // Before a program runs, for each call of the package: a program that failed between the two
+  // calls has freed memory that its exchange still uses. What comes after it on its stream must not
+  // use it. Waiting also for a program that another thread is enqueueing now is harmless.
+  bool AwaitEnded(void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!WaitForEnded(stream)) return false;
+    if (num_in_flight_ == 0) return true;
+    for (auto& [arrays, pair] : pairs_) {
+      if (!pair.is_in_flight) continue;
+      if (order_->IsOver(pair.end)) {
+        pair.is_in_flight = false;
+        --num_in_flight_;
+      } else if (!order_->Wait(stream, pair.end)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Before a program runs.
+  bool AnnounceStart(const Addresses& arrays) {
+    std::lock_guard<std::mutex> lock(mutex_);
     if (pairs_.size() >= kMostPairs) ForgetIdle();
     Pair& pair = pairs_[arrays];
     if (pair.has_run) {
@@ -123,23 +139,6 @@ class ExchangePairs {
     void* begin = nullptr;                  // the earlier work of the program's stream
     void* end = nullptr;                    // the exchange
   };
-
-  // A program that failed between the two calls has freed memory that its exchange still uses; what
-  // comes after it on its stream must not. Waiting also for a program that another thread is
-  // enqueueing now is harmless.
-  bool WaitForEnded(void* stream) {
-    if (num_in_flight_ == 0) return true;
-    for (auto& [arrays, pair] : pairs_) {
-      if (!pair.is_in_flight) continue;
-      if (order_->IsOver(pair.end)) {
-        pair.is_in_flight = false;
-        --num_in_flight_;
-      } else if (!order_->Wait(stream, pair.end)) {
-        return false;
-      }
-    }
-    return true;
-  }
 
   void ForgetIdle() {
     for (auto at = pairs_.begin(); at != pairs_.end();) {

@@ -71,10 +71,17 @@ enum class Failure : int64_t {
   kOverlap,    // expected: rows sent, seen: rows written
   kPeer,       // peer: its plan was rejected
   kGone,       // peer: it has given up
-  kProgram,    // peer: it runs another call
+  kProgram,    // peer: it runs another call; expected and seen: program words
   kDeadline,   // peer; expected and seen: signals
   kBroken,     // an earlier call failed halfway
 };
+
+// What ranks compare: what a call is, and its number in the program. A positive int64.
+constexpr int kSiteBits = 16;  // JAX counts no further
+CPD_HOST_DEVICE inline uint64_t ProgramWord(uint64_t hash, int64_t site) {
+  return (hash << (kSiteBits + 1) >> 1) | (static_cast<uint64_t>(site) & ((1 << kSiteBits) - 1));
+}
+CPD_HOST_DEVICE inline int64_t SiteOf(int64_t word) { return word & ((1 << kSiteBits) - 1); }
 
 struct ErrorRecord {
   uint64_t raised;
@@ -121,7 +128,7 @@ struct Call {
   ErrorRecord* errors;          // per local rank; the host reads them
   const int32_t* rank_operand;  // or nullptr
   uint64_t deadline_ns;
-  uint64_t program;  // the same on ranks that run the same call
+  uint64_t program;  // the same on ranks that run the same call; see ProgramWord
   int num_ranks;
   int first_rank;  // local ranks: one, or all of them on one device
   int num_local;

@@ -97,6 +97,8 @@ CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   }
   if (message[1] != call.program) {
     error.failure = Failure::kProgram;
+    error.expected = static_cast<int64_t>(call.program);
+    error.seen = static_cast<int64_t>(message[1]);
     return error;
   }
   for (int p = 0; p < call.num_groups; ++p) {

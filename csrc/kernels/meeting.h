@@ -21,7 +21,7 @@ struct Meeting {
   ErrorRecord* error;
   const int32_t* rank_operand;
   uint64_t deadline_ns;
-  uint64_t program;  // the same on ranks that run the same call
+  uint64_t program;  // the same on ranks that run the same call; see ProgramWord
   int num_ranks;
   int rank;
 };
@@ -44,7 +44,7 @@ CPD_DEVICE void Fail(const Meeting& m, Failure failure, int peer, uint64_t seen)
   ErrorRecord error{};
   error.failure = failure;
   error.peer = peer;
-  error.expected = static_cast<int64_t>(m.state->epoch);
+  error.expected = static_cast<int64_t>(failure == Failure::kProgram ? m.program : m.state->epoch);
   error.seen = static_cast<int64_t>(seen & ~kGone);
   RaiseAs(m.error, error, m.rank, m.state->epoch);
 }
@@ -115,6 +115,7 @@ CPD_DEVICE void Begin(const Block& block, const Meeting& m, BeginScratch* scratc
     failure = WaitForWord(m, Began(m, m.rank, from), &seen);
     if (failure == Failure::kNone && *Program(m, m.rank, from) != m.program) {
       failure = Failure::kProgram;
+      seen = *Program(m, m.rank, from);
     }
     if (failure != Failure::kNone) Lower(&scratch->first_bad, from);
   }

@@ -4,6 +4,7 @@ No side effect is declared: all devices of a program run one executable, so a ca
 merged or hoisted on all of them alike.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch._dispatch import xla
 from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import rank_index
+from jax_cp_dispatch._ranks.communicator import call_site, rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
 from jax_cp_dispatch._ranks.implementations import (
     ON_CPU,
@@ -280,6 +281,9 @@ def _lower_partitioned(ctx, *operands, exchange: Exchange, on_one_device):
             f"{exchange.op}: arrays of all ranks are split by a Shardy rule, but "
             "jax_use_shardy_partitioner is False. Enable it, or call inside jax.shard_map."
         )
+    # The part of one device is a program of its own, whose numbers all begin at one.
+    site = call_site(ctx, exchange.comm)
+    exchange = exchange._replace(comm=dataclasses.replace(exchange.comm, site=site))
     names, mesh_around = exchange.comm.axis_names, jax.sharding.get_mesh()
 
     def partition(mesh, arguments, results):

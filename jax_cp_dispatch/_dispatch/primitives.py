@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import PartitionSpec as P
 
 from jax_cp_dispatch._dispatch.arguments import (
@@ -280,6 +280,19 @@ def _linear_only(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any
     return [ct if ad.is_undefined_primal(x) else None for ct, x in pairs]
 
 
+# ---- Policies of `jax.checkpoint`. The results of a start are unfinished, so none are saved: a
+# policy saves the results of `done`, or both calls run again.
+
+
+def _recompute_start(saveable, is_unknown, is_there, eqn):
+    """Whatever the policy `saveable` says; `is_there`: in the backward pass."""
+    pairs, num_outs = zip(eqn.invars, is_there, strict=True), len(eqn.outvars)
+    residuals = [x for x, there in pairs if not there]
+    if any(is_unknown):
+        return None, eqn, [True] * num_outs, [True] * num_outs, residuals
+    return eqn, eqn, [False] * num_outs, [True] * num_outs, residuals
+
+
 # ---- The primitives.
 
 
@@ -287,8 +300,8 @@ def _register(primitive: Primitive, shapes, lowering, transpose, batch=_batch, j
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
-    # The second of two calls looks at the origin of its operands, not at their types alone.
-    mlir.register_lowering(primitive, lowering, cacheable=primitive is not done_p)
+    # Each call has a number, and the second of two looks at the origin of its operands.
+    mlir.register_lowering(primitive, lowering, cacheable=False)
     # Private, but the only way to make `jit` provide what a partitioned lowering needs.
     prim_requires_devices_during_lowering.add(primitive)
     batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
@@ -299,4 +312,5 @@ def _register(primitive: Primitive, shapes, lowering, transpose, batch=_batch, j
 _register(dispatch_p, _shapes, lower, _transpose)
 _register(combine_p, _shapes, lower, _transpose)
 _register(start_p, _start_shapes, lower_start, _transpose_start)
+partial_eval.partial_eval_jaxpr_custom_rules[start_p] = _recompute_start
 _register(done_p, _done_shapes, lower_done, _transpose_done, _batch_done, _jvp_done)

@@ -83,6 +83,7 @@ class Communicator:
     open_axes: tuple[str, ...] = ()  # that the lowering must make manual
     implementation: str | None = None  # the caller's choice; None selects one
     deadline: float | None = None  # seconds that a rank waits for another; None: the default
+    site: int | None = None  # the number of the call in its program; None until it is lowered
 
     def inside(self, mesh: Any) -> "Communicator":
         """Returns the same ranks with all axes of `mesh` manual."""
@@ -98,11 +99,13 @@ class Communicator:
         }
 
 
-DEFAULT_DEADLINE, DEFAULT_DEADLINE_ON_GPUS = 60.0, 600.0
+DEFAULT_DEADLINE, DEFAULT_DEADLINE_ON_GPUS = 60.0, 12 * 3600.0
 """Seconds that the ranks of one call wait for the last of them.
 
-On GPUs, a rank that comes later costs its channel: the device cannot ask whether it still lives.
-The default outlasts a checkpoint, or a compilation in another process.
+On GPUs, a rank that comes later costs its channel, and its results are NaN. If a process ends, the
+heartbeat of `jax.distributed` ends the job within two minutes, so the deadline is for ranks that
+live: it outlasts a compilation, a checkpoint and a working day in a debugger. `WaitLog` says who is
+missing long before.
 """
 
 _VARIABLE = "JAX_CP_DISPATCH_DEADLINE"
@@ -140,6 +143,15 @@ mesh_around: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh_around",
 """The mesh of the program while axes are made manual; inside, types show an abstract mesh."""
 
 
+def call_site(ctx: Any, comm: Communicator) -> int:
+    """Returns the number of a call in the program that is lowered, as channels of JAX are numbered.
+
+    All processes that lower the program return the same. The calls of an inner function that is
+    lowered once share a number.
+    """
+    return ctx.module_context.new_channel() if comm.site is None else comm.site
+
+
 def call_site_attributes(
     transport: str, ctx: Any, comm: Communicator, groups: Groups | None, what: str
 ) -> dict[str, Any]:
@@ -151,8 +163,7 @@ def call_site_attributes(
         ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in avals)
         for avals in (ctx.avals_in, ctx.avals_out)
     )
-    axis = ",".join(comm.axis_names)
-    signature = f"{what} over axis '{axis}' of {comm.num_ranks} ranks: {arrays}"
+    axis, number = ",".join(comm.axis_names), ""
     processes: list[int] = []  # empty if no group spans several
     if transport == "shared_memory":
         if groups is None:
@@ -161,9 +172,10 @@ def call_site_attributes(
                 "jax.make_mesh, or set it with jax.set_mesh."
             )
         processes = [device.process_index for group in groups for device in group]
+        number = f", call {call_site(ctx, comm)} of its program"
     return {
         "transport": transport,
-        "signature": signature,
+        "signature": f"{what} over axis '{axis}' of {comm.num_ranks} ranks{number}: {arrays}",
         "processes": np.array(processes, np.int64),
     }
 

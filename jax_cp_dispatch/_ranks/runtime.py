@@ -193,8 +193,9 @@ def raise_gpu_errors() -> None:
 
     A GPU detects an invalid plan or a missing rank after the host has continued. The results are
     then NaN (-1 for integers), and the next call over the same ranks raises the error. Call this
-    function after `jax.block_until_ready` to raise it earlier. If the environment variable
-    `JAX_CP_DISPATCH_CHECK=1` is set, every call waits and raises its own errors.
+    function after `jax.block_until_ready` to raise it earlier; `check_before_save` does both. If
+    the environment variable `JAX_CP_DISPATCH_CHECK=1` is set, every call waits and raises its own
+    errors.
 
     Raises:
       RuntimeError: the errors, one per line.
@@ -202,3 +203,26 @@ def raise_gpu_errors() -> None:
     errors = cuda.take_errors() if cuda is not None else []
     if errors:
         raise RuntimeError("\n".join(errors))
+
+
+def check_before_save(state: Any) -> Any:
+    """Returns `state`, once it is computed and no GPU has found an error.
+
+    Pass the latest state of a training loop through it where it is given to a checkpointer:
+
+        manager.save(step, args=ocp.args.StandardSave(gpu.check_before_save(state)))
+
+    After an exchange that failed on a GPU, the state is NaN, and the host may be several steps
+    ahead. Then this raises before the checkpointer begins, so nothing is committed: in several
+    processes, a checkpoint is complete only if all of them save. Saving waits for the state anyway.
+
+    Args:
+      state: a pytree with arrays.
+    Returns:
+      The same.
+    Raises:
+      RuntimeError: the errors that GPUs of this process have found and no call has raised yet.
+    """
+    state = jax.block_until_ready(state)
+    raise_gpu_errors()
+    return state

@@ -259,7 +259,9 @@ def make_primitive(name: str, operation: Operation, why: Callable[[GemmCall], st
     primitive.def_abstract_eval(_shapes)
     primitive.def_impl(functools.partial(run_alone, primitive))
     ad.primitive_jvps[primitive] = refuse
-    mlir.register_lowering(primitive, functools.partial(_lower, primitive, operation))
+    # Each call between ranks has a number.
+    rule = functools.partial(_lower, primitive, operation)
+    mlir.register_lowering(primitive, rule, cacheable=operation is Operation.GROUPED_GEMM)
     batching.primitive_batchers[primitive] = functools.partial(one_after_another, primitive)
     return primitive
 

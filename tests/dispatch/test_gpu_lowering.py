@@ -217,10 +217,27 @@ def test_multiprocessors_of_an_exchange_are_those_of_its_derivative():
     assert numbers(lowered_on_ranks(num_comm_sm=2**70)) == [str(2**31 - 1)]
 
 
-def test_gpus_wait_ten_minutes_or_as_long_as_asked(monkeypatch):
-    """A rank that compiles or saves a checkpoint meanwhile does not cost the channel."""
+def test_equal_calls_have_numbers_by_their_place_in_the_program():
+    """Ranks compare them: processes whose schedules differ would take keys for values.
+
+    A program has the same numbers whenever and wherever it is lowered.
+    """
+    text = lambda: lowered(on_ranks(lambda x, m: send(x, m) + send(2 * x, m), mesh_of(W)), X, PLAN)
+    sites = lambda text: re.findall(r"site ?= ?(\d+)", text)
+    first, second = sites(text())
+    assert int(first) < int(second) and text() == text()
+    inner = jax.jit(send)
+    shared = lowered(on_ranks(lambda x, m: inner(x, m) + inner(2 * x, m), mesh_of(W)), X, PLAN)
+    assert len(sites(shared)) == 1
+    with jax.set_mesh(mesh_of(W)):  # the numbers are part of the names of the partitions
+        split = lowered(lambda x, m: send(x, m) + send(2 * x, m), X, PLAN)
+    assert len(set(sites(split))) == 2
+
+
+def test_gpus_wait_twelve_hours_or_as_long_as_asked(monkeypatch):
+    """A rank that compiles, saves a checkpoint or is debugged does not cost the channel."""
     lasting = lambda **options: re.findall(r"deadline_ms = (\d+)", lowered_on_ranks(**options))
-    assert lasting() == ["600000"] and lasting(deadline=3.0) == ["3000"]
+    assert lasting() == ["43200000"] and lasting(deadline=3.0) == ["3000"]
     monkeypatch.setenv("JAX_CP_DISPATCH_DEADLINE", "90")
     assert lasting() == ["90000"] and lasting(deadline=3.0) == ["3000"]
 
@@ -295,6 +312,18 @@ def test_no_second_call_in_another_loop_or_branch():
     plans = jax.tree.map(lambda x: jnp.stack([x, x]), PLAN)
     examples = jax.vmap(on_ranks(in_two_calls, mesh_of(W)))
     assert targets(examples, np.stack([X, X]), plans) == ["dispatch_start"]
+
+
+@pytest.mark.parametrize("saved", ["exchange_start", "exchange_done", "all", "none"])
+def test_policies_of_checkpoint_save_no_unfinished_rows(saved):
+    """Where the second call runs again, so does the first: its results are nobody's to save."""
+    policy = lambda primitive, *_, **__: saved in ("all", str(primitive))
+    run = on_ranks(in_two_calls, mesh_of(W))
+    loss = jax.checkpoint(lambda x, m: jnp.sin(run(x, m)).sum(), policy=policy)
+    program = str(jax.make_jaxpr(jax.grad(loss))(X, PLAN))
+    num_starts, num_dones = (program.count(f"= exchange_{x}[") for x in ("start", "done"))
+    # One of the forward pass, one of the derivative, and one that runs again.
+    assert num_starts == num_dones == (2 if saved in ("all", "exchange_done") else 3)
 
 
 def test_arrays_of_several_devices_and_other_implementations_move_in_one_call():

@@ -36,7 +36,7 @@ from places import AXIS, draw, mesh_of_all, on_ranks, place_all, plan_of
 from program_sets import Structure
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors
+from jax_cp_dispatch.gpu import connect_gpus, raise_gpu_errors, waiting_calls
 
 # Rounds; megabytes of rows of each rank, enough for several rounds of unpacking; whether a fault is
 # planted. stress_processes.py has others.
@@ -203,17 +203,21 @@ def attend(algorithm):
 
 
 def test_a_rank_that_does_not_call():
-    """The last one; the others name it at their deadline, and print that."""
+    """The last one; the others name it while they wait and at their deadline, and print that."""
     mesh, W = mesh_of_all(), jax.device_count()
     plan, capacity = plan_of(0, W)
     operands = place_all((draw(0, W, 8), cp.Metadata(**plan)), mesh)
     # Each process compiles and loads kernels by itself.
-    for deadline in (8.0, 0.5):
+    for deadline in (8.0, 2.0):
         options: Any = {"axis_name": AXIS, "capacity": capacity, "deadline": deadline}
         move = on_ranks(lambda x, m, options=options: cp.dispatch(x, m, **options), mesh)
-        if deadline == 0.5 and jax.process_index() == jax.process_count() - 1:
+        if deadline == 2.0 and jax.process_index() == jax.process_count() - 1:
             return
-        jax.block_until_ready(move(*operands))
+        moved, waiting = move(*operands), []
+        while not moved.is_ready() and not waiting:
+            waiting = waiting_calls()
+        jax.block_until_ready(moved)
+    assert [call.missing for call in waiting] == [(W - 1,)], waiting
     try:
         raise_gpu_errors()
         sys.exit("no error was raised")

@@ -248,7 +248,7 @@ void ReadSecondCall(Chooser& c, const std::string& op, const ExchangePairs::Addr
   }
   NoOrder order;
   ExchangePairs pairs(&order);
-  if (!pairs.AnnounceStart(first, nullptr)) __builtin_trap();
+  if (!pairs.AnnounceStart(first)) __builtin_trap();
   pairs.AnnounceDone(second);
   if (pairs.IsPair(first) != is_same) __builtin_trap();
 }

@@ -130,6 +130,7 @@ void AddAll(const GemmOptions& o, Counts device_table, Chooser& c, Attributes* a
   a.Add("row_counts", p.rows.counts);
   a.Add("device_table", device_table);
   a.Add("memory", std::string_view("devices"));
+  a.Add("site", int64_t{7});
 }
 
 // Touches what a product of this problem may write besides its results.

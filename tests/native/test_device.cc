@@ -3,10 +3,12 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "cuda/errors.h"
 #include "device.h"
 #include "device_world.h"
 #include "kernels/prepare.h"
 #include "native_test.h"
+#include "ranks.h"
 
 namespace cpd::kernels::test_device {
 
@@ -220,16 +222,34 @@ void RanksDifferInBlocks() {
   }
 }
 
-// A rank that makes another call than the others is detected; its data is not read as theirs.
-void AnotherProgramIsNamed() {
-  World world = SmallWorld(2, true);
-  Call calls[] = {world.MakeCall(0), world.MakeCall(1)};
-  calls[1].program = 1;
-  std::vector<std::thread> threads;
-  for (const Call& call : calls) threads.emplace_back([&] { RunCall(call, 2, 2); });
-  for (std::thread& thread : threads) thread.join();
-  CHECK(world.Take(0).failure == Failure::kProgram);
-  CHECK(world.Take(1).failure == Failure::kProgram);
+// Two calls of one shape, of which rank 1 runs the second first: keys would arrive as values. Both
+// calls are errors on all ranks, and the next call succeeds.
+void SwappedCallsAreNamed(bool is_small) {
+  constexpr uint64_t kHash = ~uint64_t{0} - 4;
+  World world = SmallWorld(3, true);
+  world.is_small = is_small;
+  for (const int64_t first : {5, 6}) {
+    Concurrently(world, -1, [&](Call call) {
+      call.program = ProgramWord(kHash, call.first_rank == 1 ? 11 - first : first);
+      RunCall(call, 2, 2);
+    });
+    for (int r = 0; r < 3; ++r) {
+      const ErrorRecord error = world.Take(r);
+      CHECK(error.failure == Failure::kProgram && error.peer == (r == 1 ? 0 : 1));
+      CHECK(SiteOf(error.expected) == (r == 1 ? 11 - first : first));
+      CHECK(SiteOf(error.seen) == 11 - SiteOf(error.expected));
+      CHECK(IsSpoiled(world, r));
+      const Status said = Status::Invalid(Describe("dispatch", error, 3, 1));
+      if (r == 0 && first == 5)
+        CHECK(Contains(said,
+                       "rank 0 runs another call than rank 1: "
+                       "expected call 5 of its program, seen call 6, "
+                       "of the same shapes"));
+    }
+  }
+  RunRanks(world);
+  CHECK(world.IsFine());
+  CheckDispatched(world);
 }
 
 // Every rank names the one that did not come; afterwards the channel cannot be used again.
@@ -249,6 +269,30 @@ void AnAbsentRankIsNamed() {
   RunRanks(world);
   const ErrorRecord error = world.Take(1);
   CHECK(error.failure == Failure::kGone && error.peer == 0 && error.epoch == 2);
+}
+
+// While a rank is late, its name can be read where the others wait. Then all have their results.
+void ALateRankIsMissingUntilItComes(bool is_small) {
+  World world = SmallWorld(3, true);
+  world.is_small = is_small;
+  std::vector<Call> calls;
+  for (int r = 0; r < 3; ++r) calls.push_back(world.MakeCall(r));
+  world.Clear();
+  const auto missing_at = [&](int at, uint64_t call) {
+    uint64_t arrived[3];
+    for (int from = 0; from < 3; ++from) arrived[from] = LoadAcquire(Arrived(calls[at], at, from));
+    return MissingRanks(arrived, 3, call);
+  };
+  std::vector<std::thread> threads;
+  for (const int r : {0, 2}) threads.emplace_back([&, r] { RunCall(calls[r], 2, 2); });
+  for (const int r : {0, 2}) {
+    while (missing_at(r, 1) != std::vector<int>{1}) std::this_thread::yield();
+  }
+  threads.emplace_back([&] { RunCall(calls[1], 2, 2); });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(world.IsFine());
+  CheckDispatched(world);
+  for (int r = 0; r < 3; ++r) CHECK(missing_at(r, 1).empty());
 }
 
 void CopiesAreCutAtTheWidestVector() {
@@ -277,8 +321,11 @@ const Register kTests("test_device", [](const Numbers& numbers) {
   PlansAreCompared();
   ReceiversCheckCountsAndOverlaps();
   RanksDifferInBlocks();
-  AnotherProgramIsNamed();
+  SwappedCallsAreNamed(/*is_small=*/false);
+  SwappedCallsAreNamed(/*is_small=*/true);
   AnAbsentRankIsNamed();
+  ALateRankIsMissingUntilItComes(/*is_small=*/false);
+  ALateRankIsMissingUntilItComes(/*is_small=*/true);
 });
 
 }  // namespace cpd::kernels::test_device

@@ -61,7 +61,7 @@ bool Start(ExchangePairs* pairs, const ExchangePairs::Addresses& arrays, Recorde
 // What a program does with one pair, from its announcement.
 void RunOnce(ExchangePairs* pairs, Recorder* order, int64_t address) {
   const auto arrays = Arrays(address);
-  CHECK(pairs->AnnounceStart(arrays, program));
+  CHECK(pairs->AnnounceStart(arrays));
   pairs->AnnounceDone(arrays);
   CHECK(pairs->IsPair(arrays));
   CHECK(Start(pairs, arrays, order));
@@ -86,7 +86,7 @@ void OnlyAStartWithItsDoneIsAPair() {
   ExchangePairs pairs(&order);
   const auto arrays = Arrays(16);
   CHECK(!pairs.IsPair(arrays));
-  CHECK(pairs.AnnounceStart(arrays, program));
+  CHECK(pairs.AnnounceStart(arrays));
   CHECK(!pairs.IsPair(arrays));
   pairs.AnnounceDone(Arrays(17));  // a copy of one array
   CHECK(!pairs.IsPair(arrays));
@@ -108,7 +108,7 @@ void APairsPlacesMayServeAnotherPairOfTheProgram() {
   const auto arrays = Arrays(16);
   for (int run = 0; run < 2; ++run) {
     for (int i = 0; i < 2; ++i) {
-      CHECK(pairs.AnnounceStart(arrays, program));
+      CHECK(pairs.AnnounceStart(arrays));
       pairs.AnnounceDone(arrays);
     }
     for (int i = 0; i < 2; ++i) {
@@ -118,9 +118,9 @@ void APairsPlacesMayServeAnotherPairOfTheProgram() {
     }
   }
   // In the next program, the second start at these places has no done.
-  CHECK(pairs.AnnounceStart(arrays, program));
+  CHECK(pairs.AnnounceStart(arrays));
   pairs.AnnounceDone(arrays);
-  CHECK(pairs.AnnounceStart(arrays, program));
+  CHECK(pairs.AnnounceStart(arrays));
   CHECK(!pairs.IsPair(arrays));
 }
 
@@ -128,7 +128,7 @@ void TwoPairsInFlightEndInAnyOrder() {
   Recorder order;
   ExchangePairs pairs(&order);
   for (const int64_t address : {16, 32}) {
-    CHECK(pairs.AnnounceStart(Arrays(address), program));
+    CHECK(pairs.AnnounceStart(Arrays(address)));
     pairs.AnnounceDone(Arrays(address));
   }
   for (const int64_t address : {16, 32}) CHECK(Start(&pairs, Arrays(address), &order));
@@ -143,23 +143,23 @@ void TwoPairsInFlightEndInAnyOrder() {
 void AProgramThatEndedBetweenTheCallsIsWaitedFor() {
   Recorder order;
   ExchangePairs pairs(&order);
-  CHECK(pairs.AnnounceStart(Arrays(16), program));
+  CHECK(pairs.AnnounceStart(Arrays(16)));
   pairs.AnnounceDone(Arrays(16));
   CHECK(Start(&pairs, Arrays(16), &order));
   order.Take();
-  CHECK(pairs.AnnounceStart(Arrays(32), program));
+  CHECK(pairs.AwaitEnded(program));  // by any call of the package
   CHECK(order.Take() == "wait 2 on program; ");
   order.is_over = true;
-  CHECK(pairs.AnnounceStart(Arrays(48), program));
+  CHECK(pairs.AwaitEnded(program));
   order.is_over = false;
-  CHECK(pairs.AnnounceStart(Arrays(64), program));
+  CHECK(pairs.AwaitEnded(program));
   CHECK(order.Take().empty());
 }
 
 void AFailedLaunchIsWaitedFor() {
   Recorder order;
   ExchangePairs pairs(&order);
-  CHECK(pairs.AnnounceStart(Arrays(16), program));
+  CHECK(pairs.AnnounceStart(Arrays(16)));
   pairs.AnnounceDone(Arrays(16));
   CHECK(!pairs.Start(Arrays(16), program, own, [] { return false; }));
   CHECK(order.Take() == "record 1 on program; wait 1 on own; record 2 on own; wait 2 on program; ");
@@ -168,16 +168,16 @@ void AFailedLaunchIsWaitedFor() {
   CHECK(!Start(&pairs, Arrays(16), &order));
   CHECK(order.Take() == "record 1 on program; ");  // and nothing has been launched
   order.can_make = false;
-  CHECK(!pairs.AnnounceStart(Arrays(32), program));
+  CHECK(!pairs.AnnounceStart(Arrays(32)));
 }
 
 void PlacesOfEarlierProgramsAreForgotten() {
   Recorder order;
   ExchangePairs pairs(&order);
-  CHECK(pairs.AnnounceStart(Arrays(8), program));
+  CHECK(pairs.AnnounceStart(Arrays(8)));
   pairs.AnnounceDone(Arrays(8));
   const auto announce = [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) CHECK(pairs.AnnounceStart(Arrays(16 * i), program));
+    for (int64_t i = first; i < last; ++i) CHECK(pairs.AnnounceStart(Arrays(16 * i)));
   };
   announce(1, 16'000);
   CHECK(Start(&pairs, Arrays(8), &order));  // it stays

@@ -118,18 +118,9 @@ void APlanThatOneRankRejects() {
   }
 }
 
-// A small call beside another program, and counts that do not fit: found before rows are taken.
+// Counts that do not fit: found before rows are taken.
 void MessagesAreChecked() {
   Rng rng(65);
-  World world = WorldOf(rng, 2, true);
-  Concurrently(world, -1, [&](Call call) {
-    call.is_small = true;
-    call.program = call.first_rank;
-    RunCall(call, 1, 2);
-  });
-  for (const int r : {0, 1}) {
-    CHECK(world.Take(r).failure == Failure::kProgram && IsSpoiled(world, r));
-  }
   World counts = WorldOf(rng, 2, true);
   counts.is_small = true;
   counts.groups[0].plans[1].num_recv_tokens[0] += 1;

@@ -40,7 +40,8 @@ EXPECTED = {
     "late": r"missing ranks \[{rank}\].*\[{rank}\] of process {process} \(pid {pid}, alive\)",
     "shapes": r"Expected rank {rank} in: dispatch of 16 tokens, capacity (\d+) .*"
     r"Seen: it came to another call: dispatch of 16 tokens, capacity (?!\1 )\d+ ",
-    "operation": r"Expected rank {rank} in: dispatch .*Seen: it came to another call: combine ",
+    "operation": r"Expected rank {rank} in: dispatch .* ranks, call \d+ of its program: .*"
+    r"Seen: it came to another call: combine ",
     "metadata": r"rank {rank} expects \d+ tokens from rank 0 \(num_recv_tokens\) but rank 0's",
     "constants": r"Expected rank {rank} in: dispatch .*Seen: it came to an equal call of another "
     r"program, .* a plan of another batch",

@@ -47,16 +47,10 @@ class CallSite {
 // No program is being compiled any more: later call sites belong to another program.
 void EndPrograms();
 
-// ---- The state of a custom call: its attributes, read once per program. Its executions share it.
+// ---- The state of a custom call: its attributes, read once per program.
 
-// A state derives from this, and has `kTypeName` and Read(AttributeReader*). It owns what it reads:
-// XLA's attributes may not outlive the instantiate stage.
-template <typename State>
-struct CallState {
-  static inline xla::ffi::TypeId id = {};
-  static inline xla::ffi::TypeInfo info = xla::ffi::MakeTypeInfo<State>();
-};
-
+// A state also has Read(AttributeReader*). It owns what it reads: XLA's attributes may not outlive
+// the instantiate stage.
 template <typename State>
 xla::ffi::ErrorOr<std::unique_ptr<State>> MakeState(xla::ffi::Dictionary attributes) {
   try {
@@ -70,22 +64,6 @@ xla::ffi::ErrorOr<std::unique_ptr<State>> MakeState(xla::ffi::Dictionary attribu
   } catch (const std::exception& error) {
     return xla::ffi::Unexpected(ToError(Status::Internal("jax_cp_dispatch: ", error.what())));
   }
-}
-
-// The handler of the instantiate stage. It registers the state's type here, with the running
-// backend: JAX's own hook replays handlers before types, which keeps the CPU backend from starting.
-template <typename State>
-XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
-  using xla::ffi::Ffi;
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (State::id == XLA_FFI_UNKNOWN_TYPE_ID) {
-    XLA_FFI_Error* error =
-        Ffi::RegisterTypeId(frame->api, State::kTypeName, &State::id, &State::info);
-    if (error != nullptr) return error;
-  }
-  static const auto* const handler = Ffi::BindInstantiate().Attrs().To(MakeState<State>).release();
-  return handler->Call(frame);
 }
 
 // ---- Calls between ranks: their handlers have the same operands.
@@ -132,8 +110,9 @@ auto BindRank() {
 
 template <typename Options, auto kRun>
 Target RankTarget(const char* name) {
-  return {name, Instantiate<RankCallState<Options>>,
-          Handle<RunOnRank<Options, kRun>, BindRank<Options>>};
+  using State = RankCallState<Options>;
+  return {name, Handle<RunOnRank<Options, kRun>, BindRank<Options>>, nullptr,
+          Instantiate<State, MakeState<State>>};
 }
 
 // ---- The handlers of the CPU module. The first stage makes the state; see CallState.

@@ -143,7 +143,8 @@ XLA_FFI_DEFINE_HANDLER(GroupedGemmHandler, GroupedGemm,
 }  // namespace
 
 std::vector<Target> GroupedGemmTargets() {
-  return {{"jax_cp_dispatch.grouped_gemm", Instantiate<GroupedGemmState>, GroupedGemmHandler}};
+  return {{"jax_cp_dispatch.grouped_gemm", GroupedGemmHandler, nullptr,
+           Instantiate<GroupedGemmState, MakeState<GroupedGemmState>>}};
 }
 
 }  // namespace cpd

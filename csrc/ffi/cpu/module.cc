@@ -348,8 +348,7 @@ void BindProcesses(nb::module_& m) {
 
 NB_MODULE(_cpu, m) {
   m.doc() = "XLA FFI handlers on CPU, and the registries of buffers.";
-  cpd::BindTargets(m, "instantiate",
-                   {cpd::DispatchTargets(), cpd::GemmTargets(), cpd::GroupedGemmTargets()});
+  cpd::BindTargets(m, {cpd::DispatchTargets(), cpd::GemmTargets(), cpd::GroupedGemmTargets()});
   cpd::BindSpans<cpd::SpanRecorder>(m);
   cpd::BindBuffers(m);
   cpd::BindPlanner(m);

@@ -146,7 +146,7 @@ ffi::Error Run(const std::string& op, int32_t device, cudaStream_t stream, Launc
         op, ": loading kernels on GPU ", device, " failed: ", cudaGetErrorString(error),
         ". Rebuild the package for this GPU, or set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."));
   }
-  if (!kExecute) return ffi::Error::Success();
+  if (!kExecute) return ToError(ExchangeStream::AwaitEnded(op, device, stream));
   Status status = Read(op, of, call);
   if (status.ok() && has_queries) status = ReadQueries(op, others, call);
   ((status = status.ok() ? steps() : status), ...);
@@ -318,13 +318,14 @@ auto BindGradients() {
 
 std::vector<Target> CudaAttentionTargets() {
   constexpr auto kRecords = ffi::Traits::kCmdBufferCompatible;
-  return {{"jax_cp_dispatch.attend", Handle<AttendIn<false>, BindAttend<kInitialize>>,
-           Handle<AttendIn<true>, BindAttend<kExecute>, kRecords>},
-          {"jax_cp_dispatch.attend_more", Handle<AttendMoreIn<false>, BindAttendMore<kInitialize>>,
-           Handle<AttendMoreIn<true>, BindAttendMore<kExecute>, kRecords>},
+  return {{"jax_cp_dispatch.attend", Handle<AttendIn<true>, BindAttend<kExecute>, kRecords>,
+           Handle<AttendIn<false>, BindAttend<kInitialize>>},
+          {"jax_cp_dispatch.attend_more",
+           Handle<AttendMoreIn<true>, BindAttendMore<kExecute>, kRecords>,
+           Handle<AttendMoreIn<false>, BindAttendMore<kInitialize>>},
           {"jax_cp_dispatch.attention_gradients",
-           Handle<GradientsIn<false>, BindGradients<kInitialize>>,
-           Handle<GradientsIn<true>, BindGradients<kExecute>, kRecords>}};
+           Handle<GradientsIn<true>, BindGradients<kExecute>, kRecords>,
+           Handle<GradientsIn<false>, BindGradients<kInitialize>>}};
 }
 
 }  // namespace cpd

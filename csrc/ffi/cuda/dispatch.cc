@@ -142,14 +142,16 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
     status = ReadStart(op, call, results, &arrays, &held);
     if (status.ok()) status = ExchangeStream::Find(op, at.device, &own);
     if (!status.ok()) return status;
-    if (!at.executes && !own->pairs.AnnounceStart(arrays, at.stream)) {
+    if (!at.executes && !own->pairs.AnnounceStart(arrays)) {
       return Status::Internal(op, ": making events failed.");
     }
   }
-  if (!at.executes) return status;
+  if (!at.executes) return ExchangeStream::AwaitEnded(op, at.device, at.stream);
+  status = at.Meet(op, location, read.deadline);
+  if (!status.ok()) return status;
 
   call.first_rank = location.rank;
-  call.program = std::hash<std::string>{}(key.layout);
+  call.program = kernels::ProgramWord(std::hash<std::string>{}(key.layout), options.site);
   std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
   call.local = channel->local(location.rank).state;
   call.errors = channel->local(location.rank).errors_on_device;
@@ -159,7 +161,7 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   const auto enqueue_on = [&](cudaStream_t stream) {
     cudaError_t launched = cudaSuccess;
     const cudaError_t ordered = channel->Enqueue(
-        location.rank, stream, [&] { launched = LaunchCall(call, num_blocks, stream); });
+        op, location.rank, stream, [&] { launched = LaunchCall(call, num_blocks, stream); });
     return launched != cudaSuccess ? launched : ordered;
   };
   // If this call ends with an error, so does the program, without the second call.
@@ -171,16 +173,16 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
 }
 
 template <Direction kDirection, Part kPart, bool kExecute>
-ffi::Error MoveIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
-                  ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
-                  ffi::Dictionary attributes) {
-  return ToError(Caught([&] {
+ffi::Error MoveIn(int32_t device, cudaStream_t stream, CallBetweenGpus* state, ffi::RunId run,
+                  ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args,
+                  ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const StageOnDevice at{kExecute, device, stream, &state->meeting, run.run_id};
+  return ToError(at.End(Caught([&] {
     CudaOptions options;
     const Status status = ReadOptions(attributes, &options);
-    return status.ok() ? Move(kDirection, kPart, options, {kExecute, device, stream},
-                              rank.typed_data(), args, results)
+    return status.ok() ? Move(kDirection, kPart, options, at, rank.typed_data(), args, results)
                        : status;
-  }));
+  })));
 }
 
 // The second of two calls: returns its first operands, in place, once the exchange has written
@@ -218,10 +220,8 @@ auto BindDone() {
 // Exchanges are not recorded into command buffers: XLA would run a recording as one chain, without
 // any overlap.
 template <Direction kDirection, Part kPart>
-Target TargetOf(const char* name) {
-  return {name, Handle<MoveIn<kDirection, kPart, false>, BindOperands<kInitialize>>,
-          Handle<MoveIn<kDirection, kPart, true>, BindOperands<kExecute>>};
-}
+constexpr auto TargetOf =
+    BetweenGpus<MoveIn<kDirection, kPart, false>, MoveIn<kDirection, kPart, true>>;
 
 }  // namespace
 
@@ -230,8 +230,8 @@ std::vector<Target> CudaDispatchTargets() {
           TargetOf<Direction::kCombine, Part::kWhole>("jax_cp_dispatch.combine"),
           TargetOf<Direction::kDispatch, Part::kStart>("jax_cp_dispatch.dispatch_start"),
           TargetOf<Direction::kCombine, Part::kStart>("jax_cp_dispatch.combine_start"),
-          {"jax_cp_dispatch.exchange_done", Handle<Done<false>, BindDone<kInitialize>>,
-           Handle<Done<true>, BindDone<kExecute>>}};
+          {"jax_cp_dispatch.exchange_done", Handle<Done<true>, BindDone<kExecute>>,
+           Handle<Done<false>, BindDone<kInitialize>>}};
 }
 
 }  // namespace cpd

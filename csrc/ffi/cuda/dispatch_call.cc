@@ -24,6 +24,7 @@ Status NotInPlace(const std::string& op, size_t array) {
 void GpuOptions::Read(AttributeReader* attributes) {
   attributes->Read("device_table", &device_table);
   attributes->Read("memory", &memory);
+  attributes->Read("site", &site);
   attributes->Read("num_comm_sm", &num_comm_sm);
 }
 

@@ -19,6 +19,7 @@ namespace cpd {
 struct GpuOptions {
   Counts device_table;      // of all ranks, group by group; -1: one device holds all of them
   std::string_view memory;  // "devices" of this process, or a "slab" per process
+  int64_t site;             // the number of the call in its program
   int64_t num_comm_sm;      // multiprocessors that move rows; 0: all
 
   void Read(AttributeReader* attributes);

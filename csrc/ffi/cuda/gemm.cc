@@ -56,6 +56,8 @@ Status MultiplyAlone(const std::string& op, const CudaGemmOptions& options, cons
     return arithmetic.status();
   };
   if (at.executes) return launch(at.stream);
+  const Status ended = ExchangeStream::AwaitEnded(op, at.device, at.stream);
+  if (!ended.ok()) return ended;
   const auto kernels = KernelsOf(ProgramOf(op, problem), problem, 0, 1, share.lt);
   return Rehearsal(&arithmetic, &scratch[0]).Run(op, at.device, kernels, launch);
 }
@@ -139,6 +141,10 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const LanesKey of_lanes(device, num_local, options.gemm_priority, options.comm_priority);
   std::shared_ptr<Lanes> lanes;
   if (status.ok()) status = Lanes::Find(op, of_lanes, &lanes);
+  if (status.ok()) {
+    status = at.executes ? at.Meet(op, location, shape.deadline)
+                         : ExchangeStream::AwaitEnded(op, device, stream);
+  }
   if (!status.ok()) return status;
 
   for (int r = 0; r < num_ranks; ++r) {
@@ -153,12 +159,13 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   meeting.error = local.errors_on_device;
   meeting.rank_operand = rank_operand;
   meeting.deadline_ns = static_cast<uint64_t>(options.call.deadline_ms) * 1'000'000;
-  meeting.program = ProgramOf(op, problem);
+  const uint64_t program = ProgramOf(op, problem);
+  meeting.program = kernels::ProgramWord(program, options.site);
   meeting.num_ranks = num_ranks;
   meeting.rank = location.rank;
   const bool meets = !location.on_one_device;
   if (!at.executes) {
-    const auto kernels = KernelsOf(meeting.program, problem, location.rank, num_local, share.lt);
+    const auto kernels = KernelsOf(program, problem, location.rank, num_local, share.lt);
     Rehearsal rehearsal(arithmetic.get(), &scratch[0]);
     return rehearsal.Run(op, device, kernels, [&](cudaStream_t) {
       Schedule schedule(AsPrepared(problem), arithmetic, location.rank, num_local);
@@ -182,7 +189,7 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
     }
     if (meets) EndMeeting(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
   };
-  arithmetic->Check(channel->Enqueue(location.rank, stream, launch), "ordering calls");
+  arithmetic->Check(channel->Enqueue(op, location.rank, stream, launch), "ordering calls");
   if (status.ok()) status = arithmetic->status();
   return status.ok() ? EndCall(op, stream, std::move(message), channel.get()) : status;
 }
@@ -209,12 +216,12 @@ Status Gemm(const StageOnDevice& at, const int32_t* rank, const ffi::RemainingAr
 }
 
 template <bool kExecute>
-ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> rank,
-                  ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args, ffi::RemainingRets results,
-                  ffi::Dictionary attributes) {
-  return ToError(Caught([&] {
-    return Gemm({kExecute, device, stream}, rank.typed_data(), args, results, attributes);
-  }));
+ffi::Error GemmIn(int32_t device, cudaStream_t stream, CallBetweenGpus* state, ffi::RunId run,
+                  ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args,
+                  ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const StageOnDevice at{kExecute, device, stream, &state->meeting, run.run_id};
+  return ToError(
+      at.End(Caught([&] { return Gemm(at, rank.typed_data(), args, results, attributes); })));
 }
 
 }  // namespace
@@ -222,8 +229,7 @@ ffi::Error GemmIn(int32_t device, cudaStream_t stream, ffi::BufferR0<ffi::S32> r
 std::vector<Target> CudaGemmTargets() {
   // Not recorded into command buffers: there, the wait for another rank and the signal to it are on
   // branches that CUDA may run in any order.
-  return {{"jax_cp_dispatch.gemm", Handle<GemmIn<false>, BindOperands<kInitialize>>,
-           Handle<GemmIn<true>, BindOperands<kExecute>>}};
+  return {BetweenGpus<GemmIn<false>, GemmIn<true>>("jax_cp_dispatch.gemm")};
 }
 
 }  // namespace cpd

@@ -1,18 +1,22 @@
-// The handlers of the CUDA module. The first stage allocates the memory of a call.
+// The handlers of the CUDA module. The initialize stage allocates the memory of a call.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/channels.h"
 #include "cuda/memory.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
+#include "gpu_schedule/first_meeting.h"
 #include "transport/transport.h"
 
 namespace cpd {
@@ -20,17 +24,37 @@ namespace cpd {
 constexpr auto kInitialize = xla::ffi::ExecutionStage::kInitialize;
 constexpr auto kExecute = xla::ffi::ExecutionStage::kExecute;
 
+// What the executions of a call between GPUs share.
+struct CallBetweenGpus : CallState<CallBetweenGpus> {
+  static constexpr const char* kTypeName = "jax_cp_dispatch.CallBetweenGpus";
+  FirstMeeting meeting;
+
+  static xla::ffi::ErrorOr<std::unique_ptr<CallBetweenGpus>> Make(xla::ffi::Dictionary) {
+    return {std::make_unique<CallBetweenGpus>()};
+  }
+};
+
 // The operands of dispatch, combine and GEMMs, in both stages: those of the CPU handlers.
 template <xla::ffi::ExecutionStage kStage>
 auto BindOperands() {
   return xla::ffi::Ffi::Bind<kStage>()
       .template Ctx<xla::ffi::DeviceOrdinal>()
       .template Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .template Ctx<xla::ffi::State<CallBetweenGpus>>()
+      .template Ctx<xla::ffi::RunId>()                    // the same on all GPUs of one execution
       .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // rank: place on the axis, on the device
       .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // group
       .RemainingArgs()
       .RemainingRets()
       .Attrs();
+}
+
+// A call between GPUs, whose two handlers take these operands.
+template <auto kInitializes, auto kExecutes>
+Target BetweenGpus(const char* name) {
+  return {name, Handle<kExecutes, BindOperands<kExecute>>,
+          Handle<kInitializes, BindOperands<kInitialize>>,
+          Instantiate<CallBetweenGpus, CallBetweenGpus::Make>};
 }
 
 std::vector<Target> CudaAttentionTargets();
@@ -44,6 +68,29 @@ struct StageOnDevice {
   bool executes;  // otherwise it prepares the program
   int32_t device;
   cudaStream_t stream;
+  FirstMeeting* meeting;  // of this call
+  int64_t run_id;
+
+  // Before a call is enqueued: the other GPUs of this process that take part have initialized the
+  // program.
+  Status Meet(const std::string& op, const RankLocation& location,
+              std::chrono::milliseconds deadline) const {
+    std::vector<int> local_ranks;
+    const std::vector<int64_t> processes = location.processes();
+    for (size_t rank = 0; rank < processes.size() && !location.on_one_device; ++rank) {
+      if (processes[rank] == processes[location.rank]) {
+        local_ranks.push_back(static_cast<int>(rank));
+      }
+    }
+    return meeting->Arrive(
+        {op, run_id, location.devices, std::move(local_ranks), location.rank, deadline});
+  }
+
+  // The status of this stage. If it failed, GPUs that wait for this one fail too.
+  Status End(Status status) const {
+    if (!status.ok()) meeting->Refuse(run_id, status);
+    return status;
+  }
 };
 
 // Makes `device` current and finds it among `device_table`; see LocateRanks.

@@ -178,8 +178,7 @@ NB_MODULE(_cuda, m) {
   using cpd::ChannelRegistry;
   m.doc() = "XLA FFI handlers on GPUs, and the memory in which their ranks meet.";
   cpd::BindTargets(
-      m, "initialize",
-      {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(), cpd::CudaGemmTargets()});
+      m, {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(), cpd::CudaGemmTargets()});
   cpd::BindSpans<cpd::GpuSpans>(m);
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("attention_memory", &cpd::BlockMemory,
@@ -195,6 +194,22 @@ NB_MODULE(_cuda, m) {
   m.def(
       "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
       "Returns the errors that no call has reported yet.");
+  m.def(
+      "waiting_ranks",
+      [] {
+        std::vector<cpd::Channel::Waiting> found;
+        {
+          nb::gil_scoped_release release;
+          found = ChannelRegistry::Get().FindWaiting();
+        }
+        nb::list all;
+        for (const cpd::Channel::Waiting& one : found) {
+          all.append(
+              nb::make_tuple(one.channel, one.op, one.rank, one.call, one.missing, one.processes));
+        }
+        return all;
+      },
+      "Returns (channel, op, rank, call, missing ranks, their processes) of each rank that waits.");
   m.def("num_exchanges_beside_programs", &cpd::ExchangeStream::NumStarted,
         "Returns how many exchanges went on beside their program.");
   cpd::BindMemory(m);

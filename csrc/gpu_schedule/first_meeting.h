@@ -1,0 +1,109 @@
+// The GPUs of one process meet on the host before they first execute a call of a program.
+//
+// The thread of each GPU initializes a program, then executes it. Initialization loads kernels and
+// allocates memory, and may need a lock of the driver. Another thread may hold that lock until a
+// GPU is idle, for example while it copies a result, and that GPU may wait, in an exchange, for one
+// whose thread is still initializing: none of them ever continues. A GPU therefore enqueues its
+// first exchange of a program when the threads of all GPUs that exchange with it have ended their
+// initialization. XLA does the same for programs with collectives of its own.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/completion_pool.h"
+#include "transport/transport.h"
+
+namespace cpd {
+
+// One per custom call of a program, for all its executions and groups of ranks.
+class FirstMeeting {
+ public:
+  struct Arrival {
+    std::string op;
+    int64_t run_id;                // the same on all GPUs of one execution
+    std::vector<int64_t> devices;  // of all ranks of the group, in order
+    std::vector<int> local_ranks;  // those of this process
+    int rank;                      // of the GPU that arrives
+    std::chrono::milliseconds deadline;
+  };
+
+  // Returns when all local ranks of the group have arrived, in this execution or an earlier one;
+  // fails if they do not come by the deadline, or one of them cannot. After a missed deadline all
+  // later arrivals fail, also those of the late rank.
+  Status Arrive(const Arrival& arrival) {
+    if (arrival.local_ranks.size() < 2) return Status::Ok();
+    std::unique_lock<std::mutex> lock(mutex_);
+    Group& group = groups_[arrival.devices];
+    if (group.is_open || !group.failure.ok()) return group.failure;
+    group.arrived.insert(arrival.rank);
+    if (group.arrived.size() == arrival.local_ranks.size()) {
+      group.is_open = true;
+      changed_.notify_all();
+    }
+    const Status* refusal = nullptr;
+    const auto is_over = [&] {
+      refusal = RefusalOf(arrival.run_id);
+      return group.is_open || !group.failure.ok() || refusal != nullptr;
+    };
+    if (!changed_.wait_for(lock, arrival.deadline, is_over)) {
+      group.failure = WhyLate(arrival, group.arrived);
+      changed_.notify_all();
+    }
+    if (group.is_open || !group.failure.ok()) return group.failure;
+    group.arrived.erase(arrival.rank);  // a later execution may succeed
+    return *refusal;
+  }
+
+  // A GPU cannot execute the call in this execution: those that wait for it fail too.
+  void Refuse(int64_t run_id, const Status& why) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (refusals_.size() == kMostRefusals) refusals_.erase(refusals_.begin());
+    refusals_.emplace_back(run_id, why);
+    changed_.notify_all();
+  }
+
+ private:
+  static constexpr size_t kMostRefusals = 64;  // of executions whose GPUs may still arrive
+
+  struct Group {
+    std::set<int> arrived;
+    bool is_open = false;  // forever
+    Status failure;        // a missed deadline
+  };
+
+  const Status* RefusalOf(int64_t run_id) const {
+    for (const auto& [run, why] : refusals_) {
+      if (run == run_id) return &why;
+    }
+    return nullptr;
+  }
+
+  static Status WhyLate(const Arrival& arrival, const std::set<int>& arrived) {
+    std::vector<bool> has_come(arrival.devices.size(), true);  // ranks of other processes
+    for (const int rank : arrival.local_ranks) has_come[rank] = arrived.count(rank) > 0;
+    return Status::Of(
+        StatusCode::kDeadlineExceeded, arrival.op, ": rank ", arrival.rank, " waited ",
+        arrival.deadline.count(),
+        " ms for the other GPUs of this process to begin the program: "
+        "expected ",
+        arrival.local_ranks.size(), " ranks, seen ", arrived.size(), ", missing ranks ",
+        RankList(has_come, false),
+        ". Such a GPU still loads the program, or its thread runs another one. All GPUs of a group "
+        "must run the same programs in the same order; restart the program.");
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::vector<int64_t>, Group> groups_;
+  std::vector<std::pair<int64_t, Status>> refusals_;  // by execution, the latest last
+};
+
+}  // namespace cpd
