@@ -10,6 +10,7 @@
 #include "kernels/exchange.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
+#include "kernels/push_take.h"
 #include "kernels/small.h"
 #include "kernels/sum.h"
 #include "kernels/unpack.h"
@@ -47,7 +48,7 @@ __device__ void LetNextStart() {
 #endif
 }
 
-// Whether the kernel that sends also signals. A network must be quiet first.
+// Whether the kernel that sends also signals. A network must be quiet first, for all signals.
 template <typename Fabric>
 constexpr bool kSignalsLast = !Fabric::kHasNetwork;
 
@@ -107,7 +108,16 @@ __global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
   Pull<Fabric>(ThisBlock(), ThisRank(call), &scratch);
 }
 
-// ---- For mapped memory only: small calls, each in one kernel.
+// ---- For mapped memory only: dispatch between devices, and small calls, each in one kernel.
+
+template <typename Fabric>
+__global__ void __launch_bounds__(kMoveThreads, kMoveBlocks)
+    PushTakeKernel(const __grid_constant__ Call call) {
+  __shared__ PushTakeScratch scratch;
+  LetNextStart();  // a wait: one block
+  AwaitKernelAhead();
+  RunPushTake(ThisBlock(), ThisRank(call), &scratch);
+}
 
 template <typename Fabric>
 __global__ void __launch_bounds__(kMoveThreads, 1)
@@ -202,7 +212,11 @@ cudaError_t LaunchOver(const Call& call, int num_blocks, cudaStream_t stream) {
       launch(StageToPutKernel<Fabric>, many, kMoveThreads);
       launch(PutKernel<Fabric>, many, kMoveThreads);
     }
-    launch(PushKernel<Fabric>, many, kMoveThreads);
+    if constexpr (!Fabric::kHasNetwork) {
+      launch(HoldsAllRanks(call) ? PushKernel<Fabric> : PushTakeKernel<Fabric>, many, kMoveThreads);
+    } else {
+      launch(PushKernel<Fabric>, many, kMoveThreads);
+    }
   } else if (!HoldsAllRanks(call)) {
     launch(StageKernel<Fabric>, many, kMoveThreads);
   }
@@ -240,7 +254,7 @@ cudaError_t LoadKernelsOver() {
     load({SignalKernel<Fabric>, StageToPutKernel<Fabric>, PutKernel<Fabric>, FetchKernel<Fabric>,
           QuietKernel<Fabric>});
   } else {
-    load({SmallDispatchKernel<Fabric>, SmallCombineKernel<Fabric>});
+    load({PushTakeKernel<Fabric>, SmallDispatchKernel<Fabric>, SmallCombineKernel<Fabric>});
   }
   return error;
 }

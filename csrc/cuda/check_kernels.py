@@ -13,7 +13,7 @@ import sys
 
 _CALLS = ("Plan", "Push", "Stage", "Wait", "Unpack", "Pull")
 # Over mapped memory only.
-_MAPPED = ("SmallDispatch", "SmallCombine")
+_MAPPED = ("PushTake", "SmallDispatch", "SmallCombine")
 _KERNELS = (
     *_CALLS,
     *_MAPPED,
@@ -27,7 +27,7 @@ _CALL_NVSHMEM = tuple(_NVSHMEM + name for name in ("Signal", "Put", "Fetch", "Qu
 
 # Kernels that fill the GPU, with kMaxThreads threads per block (csrc/kernels/block.h). So many
 # blocks of them run on each multiprocessor; csrc/cuda/kernels.cu counts on it.
-_COPIES = ("Push", "Stage", "Unpack", "Pull", "StageToPut", "Put", "Fetch")
+_COPIES = ("Push", "PushTake", "Stage", "Unpack", "Pull", "StageToPut", "Put", "Fetch")
 _MOVER_THREADS = 256
 _MOVER_BLOCKS = 2
 _SHARED_KILOBYTES = {"80": 164, "90": 228, "100": 228}  # of one multiprocessor; others: 100

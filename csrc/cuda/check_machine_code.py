@@ -22,16 +22,18 @@ import sys
 # The kernels, and how many ways of moving rows each has: Pull copies and sums ten types. A small
 # call does everything in one kernel.
 _COPIES = {
-    **{"Push": 1, "Stage": 1, "Unpack": 1, "Pull": 11},
+    **{"Push": 1, "PushTake": 2, "Stage": 1, "Unpack": 1, "Pull": 11},
     **{"SmallDispatch": 2, "SmallCombine": 12},
 }
-_COUNT_TAGS = ("Unpack", "SmallDispatch")
+_COUNT_TAGS = ("PushTake", "Unpack", "SmallDispatch")
 _WAIT = ("Wait",)
 _SMALL = ("SmallDispatch", "SmallCombine")
-# Those that signal other ranks, that wait for them, and in which the last block does something.
-_SIGNAL = ("Plan", "Push", "Stage", *_SMALL)
-_ACQUIRE = (*_WAIT, *_SMALL)
-_LAST_BLOCK = ("Push", "Stage", "Unpack", "SmallDispatch")
+# Those that signal other ranks, that hear them, in which the last block does something, and that
+# do all of this between one strip of rows and the next.
+_SIGNAL = ("Plan", "Push", "PushTake", "Stage", *_SMALL)
+_ACQUIRE = (*_WAIT, "PushTake", *_SMALL)
+_LAST_BLOCK = ("Push", "PushTake", "Stage", "Unpack", "SmallDispatch")
+_BETWEEN_STRIPS = ("PushTake",)
 _ATTENTION = ("Attend", "QueryGradients", "KeyGradients")
 # Parts of mangled names: kernels over memory of this host's GPUs, and for one size of heads.
 _NAMED = r"\d([A-Z][A-Za-z]*?)Kernel(?:\w*6Mapped|INS_\w+?Li\d)"
@@ -102,7 +104,8 @@ class Facts:
             return False
         if kernel in _WAIT:
             return True
-        is_slow = self.num_fences or self.num_swaps
+        has_fences = self.num_fences and kernel not in _BETWEEN_STRIPS
+        is_slow = has_fences or self.num_swaps
         has_sums = self.num_warp_sums > 0 or kernel not in _COUNT_TAGS
         has_moves = self.num_loops > 0 and self.num_fours >= _COPIES[kernel]
         return not is_slow and has_sums and has_moves

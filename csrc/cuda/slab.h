@@ -1,4 +1,4 @@
-// One slab of memory per process, from which the processes allocate channels together. Needs no
+// Slabs of memory of each process, from which the processes allocate channels together. Needs no
 // CUDA.
 #pragma once
 
@@ -37,6 +37,12 @@ struct SlabRequest {
 // Fills memory of this process with zeros.
 using Clear = std::function<Status(char* memory, int64_t bytes)>;
 
+// How a process gets another slab when its own are full, with a handle by which others map it.
+struct SlabGrowth {
+  std::function<Status(int64_t bytes, char** memory, std::string* handle)> make;
+  std::function<Status(const std::string& handle, char** memory)> open;
+};
+
 // The same in all processes.
 inline std::string NameOf(const SlabRequest& request) {
   std::string name = request.layout;
@@ -44,10 +50,10 @@ inline std::string NameOf(const SlabRequest& request) {
   return name;
 }
 
-// Every process allocates in its own slab and tells the others where: what it allocates for other
+// Every process allocates in its own slabs and tells the others where: what it allocates for other
 // channels, and in which order, does not matter to them. Those that map each other's slabs form a
 // group. Other groups are reached over a network, which names memory of another slab by the same
-// place in the own one.
+// place in the own one; then each process has one slab, which does not grow.
 //
 // Freed memory is used again for the same layout and processes, once all of them have freed it.
 // Only then do they clear it: before, one of them might still read it, or signal there.
@@ -66,8 +72,16 @@ class Slab {
     memory_groups_ = std::move(memory_groups);
     process_ = process;
     bytes_ = bytes;
-    used_ = 0;
+    own_.clear();
+    if (!bases_.empty()) own_.push_back({bases_[process], bytes, 0, ""});
+    opened_.clear();
+    growth_ = {};
     series_.clear();
+  }
+
+  void SetGrowth(SlabGrowth growth) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    growth_ = std::move(growth);
   }
 
   void SetAgree(Agree agree) {
@@ -110,17 +124,15 @@ class Slab {
     std::vector<std::string> messages;
     if (status.ok()) status = Meet(request, "place", series.begun, &messages);
     if (!status.ok()) return status;
+    status = Find(request, messages, memory);
+    if (!status.ok()) memory->clear();
+    if (status.code == StatusCode::kDeadlineExceeded) return status;
     const std::string mine = std::exchange(series.begun, "");
     const int64_t number = series.next++;
-    for (const std::string& theirs : messages) {
-      if (theirs[0] != kFailure) continue;
-      if (mine[0] != kFailure) series.spare.push_back(std::stoll(mine));
-      return Status::Invalid(theirs.substr(1));
-    }
-    series.used[number] = std::stoll(mine);
-    memory->clear();
-    for (size_t r = 0; r < processes.size(); ++r) {
-      memory->push_back(bases_[processes[r]] + std::stoll(messages[r]));
+    if (status.ok()) {
+      series.used[number] = Place::From(mine);
+    } else if (mine[0] != kFailure) {
+      series.spare.push_back(Place::From(mine));
     }
     return status;
   }
@@ -131,9 +143,8 @@ class Slab {
     Series& series = series_[NameOf(request)];
     for (size_t r = 0; r < memory.size(); ++r) {
       if (request.processes[r] != process_) continue;
-      const int64_t place = memory[r] - bases_[process_];
       for (auto at = series.used.begin(); at != series.used.end(); ++at) {
-        if (at->second != place) continue;
+        if (InOwn(at->second) != memory[r]) continue;
         series.free.insert(*at);
         series.used.erase(at);
         return;
@@ -143,6 +154,29 @@ class Slab {
 
  private:
   static constexpr char kFailure = '!';  // begins a message that is not a place
+
+  // A place in the slabs of a process, and as text "slab offset handle".
+  struct Place {
+    size_t slab = 0;
+    int64_t offset = -1;
+    std::string handle = {};  // of the slab; none of the first one, which all others have mapped
+
+    static Place From(const std::string& text) {
+      std::istringstream words(text);
+      Place place;
+      words >> place.slab >> place.offset >> place.handle;
+      return place;
+    }
+    std::string Text() const {
+      return std::to_string(slab) + " " + std::to_string(offset) + " " + handle;
+    }
+  };
+
+  struct Own {
+    char* base;
+    int64_t bytes, used;
+    std::string handle;
+  };
 
   static std::set<int64_t> NumbersIn(const std::string& text) {
     std::istringstream words(text);
@@ -165,9 +199,9 @@ class Slab {
   // The channels of one layout over the same processes. Each has a number, the same in all of them.
   struct Series {
     int64_t next = 0;
-    std::string begun;                      // where the next one is, if others may know it
-    std::map<int64_t, int64_t> used, free;  // by number: places in this process's slab
-    std::vector<int64_t> spare;             // places that no other process has used
+    std::string begun;                    // where the next one is, if others may know it
+    std::map<int64_t, Place> used, free;  // by number: places in this process's slabs
+    std::vector<Place> spare;             // places that no other process has used
   };
 
   Status Meet(const SlabRequest& request, const std::string& step, const std::string& message,
@@ -192,7 +226,7 @@ class Slab {
     std::vector<std::string> messages;
     Status status = Meet(request, "free", numbers, &messages);
     if (!status.ok()) return status;
-    int64_t place = -1;
+    Place place;
     const int64_t number = FirstInAll(messages);
     if (number < 0) {
       status = Take(request, series, &place);
@@ -200,14 +234,68 @@ class Slab {
       place = series->free.at(number);
       series->free.erase(number);
     }
-    if (status.ok()) status = clear(bases_[process_] + place, request.bytes);
-    series->begun = status.ok() ? std::to_string(place) : kFailure + status.message;
-    if (!status.ok() && place >= 0) series->spare.push_back(place);
+    if (status.ok()) status = clear(InOwn(place), request.bytes);
+    series->begun = status.ok() ? place.Text() : kFailure + status.message;
+    if (!status.ok() && place.offset >= 0) series->spare.push_back(place);
     return Status::Ok();
   }
 
+  char* InOwn(const Place& place) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return own_[place.slab].base + place.offset;
+  }
+
+  // Maps the places that all processes have chosen. If one is not in a first slab, all hear whether
+  // the others could map it.
+  Status Find(const SlabRequest& request, const std::vector<std::string>& messages,
+              std::vector<char*>* memory) {
+    std::vector<Place> places;
+    for (const std::string& text : messages) {
+      if (text[0] == kFailure) return Status::Invalid(text.substr(1));
+      places.push_back(Place::From(text));
+    }
+    Status status;
+    memory->clear();
+    for (size_t r = 0; r < places.size() && status.ok(); ++r) {
+      char* base = nullptr;
+      status = BaseOf(request.processes[r], places[r], &base);
+      if (status.ok()) memory->push_back(base + places[r].offset);
+    }
+    if (std::all_of(places.begin(), places.end(), [](const Place& p) { return p.slab == 0; })) {
+      return status;
+    }
+    std::vector<std::string> said;
+    const Status met = Meet(request, "mapped", status.message, &said);
+    if (!met.ok()) return met;
+    for (const std::string& why : said) {
+      if (!why.empty()) return Status::Invalid(why);
+    }
+    return status;
+  }
+
+  // A slab of a process, as mapped here.
+  Status BaseOf(int64_t process, const Place& place, char** base) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    char*& opened = opened_[{process, place.slab}];
+    Status status;
+    if (process == process_) {
+      opened = own_[place.slab].base;
+    } else if (place.slab == 0) {
+      opened = bases_[process];
+    } else if (opened == nullptr) {
+      status =
+          growth_.open ? growth_.open(place.handle, &opened) : Status::Internal("it cannot grow");
+      if (!status.ok()) {
+        status = Status::Invalid("process ", process_, " cannot map new memory of process ",
+                                 process, ": ", status.message);
+      }
+    }
+    *base = opened;
+    return status;
+  }
+
   // Memory that no other process knows.
-  Status Take(const SlabRequest& request, Series* series, int64_t* place) {
+  Status Take(const SlabRequest& request, Series* series, Place* place) {
     if (!series->spare.empty()) {
       *place = series->spare.back();
       series->spare.pop_back();
@@ -215,13 +303,25 @@ class Slab {
     }
     std::lock_guard<std::mutex> lock(mutex_);
     const int64_t bytes = kernels::AlignUp(request.bytes);
-    if (used_ + bytes > bytes_) {
-      return Status::Invalid("process ", process_, " needs ", bytes,
-                             " more bytes of symmetric memory, of ", bytes_, " bytes ", used_,
-                             " are taken. Start with a larger JAX_CP_DISPATCH_SYMMETRIC_BYTES.");
+    const auto has_room = [&](const Own& own) { return own.used + bytes <= own.bytes; };
+    auto own = std::find_if(own_.begin(), own_.end(), has_room);
+    if (own == own_.end()) {
+      Own more{nullptr, std::max(bytes, bytes_), 0, ""};
+      const Status grown = growth_.make ? growth_.make(more.bytes, &more.base, &more.handle)
+                                        : Status::Internal("they cannot grow");
+      if (!grown.ok()) {
+        int64_t taken = 0, all = 0;
+        for (const Own& one : own_) taken += one.used, all += one.bytes;
+        return Status::Invalid(
+            "process ", process_, " needs ", bytes, " more bytes of symmetric memory, of ", all,
+            " bytes ", taken, " are taken: ", grown.message,
+            ". Start with a larger JAX_CP_DISPATCH_SYMMETRIC_BYTES, or a smaller "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION.");
+      }
+      own = own_.insert(own_.end(), std::move(more));
     }
-    *place = used_;
-    used_ += bytes;
+    *place = {static_cast<size_t>(own - own_.begin()), own->used, own->handle};
+    own->used += bytes;
     return Status::Ok();
   }
 
@@ -230,7 +330,9 @@ class Slab {
   std::vector<int64_t> memory_groups_;  // by process
   int64_t process_ = 0;
   int64_t bytes_ = 0;
-  int64_t used_ = 0;
+  std::vector<Own> own_;                                // slabs of this process
+  std::map<std::pair<int64_t, size_t>, char*> opened_;  // by process and slab
+  SlabGrowth growth_;
   Agree agree_;
   std::map<std::string, Series> series_;
 };

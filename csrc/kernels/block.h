@@ -104,6 +104,16 @@ CPD_DEVICE void StoreRelease(uint64_t* p, uint64_t value) {
 
 // A word that another GPU may be writing or reading at this time: no order, but one value or the
 // other.
+CPD_DEVICE uint64_t LoadRelaxed(const uint64_t* p) {
+#ifdef __CUDACC__
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p));
+  return value;
+#else
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+#endif
+}
+
 CPD_DEVICE void StoreRelaxed(uint64_t* p, uint64_t value) {
 #ifdef __CUDACC__
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");

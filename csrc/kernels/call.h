@@ -101,6 +101,7 @@ struct State {
   uint64_t begun, finished;           // of a meeting: calls that have arrived here, and that ended
   uint64_t rows_written[kMaxOperandGroups];
   int64_t first_strip[kMaxOperandGroups + 1];  // rows that this rank sends, by group
+  uint64_t strips_left[kMaxRanks];             // that each rank has yet to get; see push_take.h
   // Small calls so far; only grow. Of the first local rank: parts that blocks have drawn.
   uint64_t parts_drawn;
   uint64_t parts_sent;  // of this rank: those that have ended
@@ -151,13 +152,22 @@ CPD_HOST_DEVICE inline bool HoldsAllRanks(const Call& call) {
   return call.num_local == call.num_ranks;
 }
 
-// The tag of a row: the call in which it was written, and whether it is in the result already, as
-// rows for a rank of the sender's device are. Epochs that differ by 2^63 look alike.
+// The tag of a row: the call in which it was written, and its sender; or that it is in the result
+// already, as rows for a rank of the sender's device are, and rows that were taken. Epochs that
+// differ by 2^57 look alike.
 constexpr uint64_t kInPlace = uint64_t{1} << 63;
-constexpr uint64_t kEpochOfTag = kInPlace - 1;
+constexpr int kSenderBit = 57;
+constexpr uint64_t kEpochOfTag = (uint64_t{1} << kSenderBit) - 1;
+static_assert(kMaxRanks <= 64);  // senders fit a tag
 
-CPD_HOST_DEVICE inline uint64_t TagOf(uint64_t epoch, bool is_in_place = false) {
-  return (epoch & kEpochOfTag) | (is_in_place ? kInPlace : 0);
+CPD_HOST_DEVICE inline uint64_t TagOf(uint64_t epoch, int sender) {
+  return (epoch & kEpochOfTag) | static_cast<uint64_t>(sender) << kSenderBit;
+}
+CPD_HOST_DEVICE inline uint64_t TagInPlace(uint64_t epoch) {
+  return (epoch & kEpochOfTag) | kInPlace;
+}
+CPD_HOST_DEVICE inline int SenderOf(uint64_t tag) {
+  return static_cast<int>((tag & ~kInPlace) >> kSenderBit);
 }
 
 // Two words, the rows sent of each group, and the checksum of each group's plan.

@@ -1,5 +1,5 @@
-// The signals of a call: one block per rank tells every rank that it has sent, and one block, in a
-// later kernel, waits for every rank. No other kernel waits, so none can block the GPU.
+// The signals of a call: a rank tells every rank that it has sent, and one block, in a later
+// kernel, waits for every rank. No other kernel waits, so none can block the GPU.
 #pragma once
 
 #include "kernels/block.h"
@@ -16,46 +16,53 @@ struct MeetScratch {
   uint64_t is_broken;
 };
 
-// Signals all ranks, even those that receive no row. The signal also acknowledges that this rank
-// has read the previous call's rows, whose half the next call overwrites. Data sent over the
-// network arrives before any signal, and so do the signals of the last call.
-template <typename Fabric = Mapped>
-CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
+// Tells a rank that everything for it has left, or that this rank has given up. Run by one thread.
+// A rank that receives no row is told too. The signal also acknowledges that this rank has read the
+// previous call's rows, whose half the next call overwrites.
+template <typename Fabric>
+CPD_DEVICE void SignalTo(const Rank& rank, int to) {
   const Call& call = rank.call;
   const State& state = *rank.state();
+  const bool has_given_up = state.failed == kGivenUp;
+  const uint64_t signal = has_given_up ? kGone | state.epoch : state.epoch;
+  uint64_t* arrived = Arrived(call, to, rank.rank());
+  uint64_t* message = Message(call, to, state.epoch, rank.rank());
+  uint64_t* written = IsRemote<Fabric>(call, to) ? StagedMessage(rank, to) : message;
+  if (!has_given_up) {
+    written[0] = state.failed;
+    written[1] = call.program;
+    for (int p = 0; p < call.num_groups; ++p) {
+      written[2 + p] = rank.sent(p)[to];
+      written[2 + call.num_groups + p] = ChecksumOfPlan(call, p);
+    }
+  }
+  if constexpr (Fabric::kHasNetwork) {
+    if (IsRemote<Fabric>(call, to)) {
+      if (has_given_up) {
+        Fabric::SetSignal(arrived, signal, call.pe[to]);
+      } else {
+        Fabric::PutSignal(message, written, MessageBytes(call), arrived, signal, call.pe[to]);
+      }
+      return;
+    }
+  }
+  StoreRelease(arrived, signal);
+}
+
+// Signals all ranks. Data sent over the network arrives before any signal, and so do the signals of
+// the last call.
+template <typename Fabric = Mapped>
+CPD_DEVICE void Signal(const Block& block, const Rank& rank) {
   if constexpr (Fabric::kHasNetwork) {
     if (block.thread == 0) Fabric::Quiet();
     block.Sync();
   }
-  const bool has_given_up = state.failed == kGivenUp;
-  const uint64_t signal = has_given_up ? kGone | state.epoch : state.epoch;
-  for (int to = block.thread; to < call.num_ranks; to += block.num_threads) {
-    uint64_t* arrived = Arrived(call, to, rank.rank());
-    uint64_t* message = Message(call, to, state.epoch, rank.rank());
-    uint64_t* written = IsRemote<Fabric>(call, to) ? StagedMessage(rank, to) : message;
-    if (!has_given_up) {
-      written[0] = state.failed;
-      written[1] = call.program;
-      for (int p = 0; p < call.num_groups; ++p) {
-        written[2 + p] = rank.sent(p)[to];
-        written[2 + call.num_groups + p] = ChecksumOfPlan(call, p);
-      }
-    }
-    if constexpr (Fabric::kHasNetwork) {
-      if (IsRemote<Fabric>(call, to)) {
-        if (has_given_up) {
-          Fabric::SetSignal(arrived, signal, call.pe[to]);
-        } else {
-          Fabric::PutSignal(message, written, MessageBytes(call), arrived, signal, call.pe[to]);
-        }
-        continue;
-      }
-    }
-    StoreRelease(arrived, signal);
+  for (int to = block.thread; to < rank.call.num_ranks; to += block.num_threads) {
+    SignalTo<Fabric>(rank, to);
   }
 }
 
-// Called by every block of the kernel that sends: the last one to end signals.
+// Called by every block of a kernel after which all ranks are signalled: the last one to end does.
 CPD_DEVICE void SignalLast(const Block& block, const Rank& rank, bool* is_last) {
   block.Sync();
   if (block.thread == 0) {

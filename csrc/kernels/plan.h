@@ -184,7 +184,8 @@ CPD_DEVICE bool CheckFingerprint(const Block& block, const Rank& rank, int p) {
   return true;
 }
 
-// Checks every target of a group and counts the rows of each rank; raises the first error.
+// Checks every target of a group and counts the rows and strips of each rank; raises the first
+// error.
 CPD_DEVICE bool CheckGroup(const Block& block, const Rank& rank, int p, PlanScratch* scratch) {
   const Call& call = rank.call;
   const OperandGroup& group = call.groups[p];
@@ -202,6 +203,7 @@ CPD_DEVICE bool CheckGroup(const Block& block, const Rank& rank, int p, PlanScra
       Lower(&scratch->first_bad, t);
     } else if (slots[s].num_rows > 0 && dst_rank[t] >= 0) {
       Add(&sent[dst_rank[t]], slots[s].num_rows);
+      Add(&rank.state()->strips_left[dst_rank[t]], NumStrips(group, slots[s].num_rows));
     }
   }
   block.Sync();
@@ -269,6 +271,7 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
     state->first_strip[0] = 0;
     for (int p = 0; p < call.num_groups; ++p) state->rows_written[p] = 0;
   }
+  for (int r = block.thread; r < call.num_ranks; r += block.num_threads) state->strips_left[r] = 0;
   block.Sync();
   bool is_fine = true;
   if (call.rank_operand && *call.rank_operand != rank.rank()) {

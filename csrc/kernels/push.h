@@ -1,5 +1,5 @@
-// The second kernel of `dispatch`: rows go into the channels of the receiving ranks. Rows for ranks
-// of the same device go into the result at once.
+// Rows of `dispatch` go into the channels of the receiving ranks. Rows for ranks of the same device
+// go into the result at once.
 #pragma once
 
 #include "kernels/block.h"
@@ -36,28 +36,39 @@ struct Strip {
   int64_t first_target, end_target;  // those of this slot
 };
 
+CPD_DEVICE int64_t NumStripsOf(const Rank& rank) {
+  const State& state = *rank.state();
+  return state.failed == kFine ? state.first_strip[rank.call.num_groups] : 0;
+}
+
+// Strip `i` of this rank, in the order in which it sends.
+CPD_DEVICE Strip StripAt(const Rank& rank, int64_t i) {
+  const Call& call = rank.call;
+  const State& state = *rank.state();
+  const int64_t strip = rank.Turned(i, state.first_strip[call.num_groups]);
+  int p = 0;
+  while (strip >= state.first_strip[p + 1]) ++p;
+  const OperandGroup& group = call.groups[p];
+  const int64_t s = FindSlot(rank.slots(group), group.num_slots, strip);
+  const Slot slot = rank.slots(group)[s];
+  const int64_t begin = (strip - slot.first_strip) * group.rows_per_push;
+  const int64_t rest = slot.num_rows - begin;
+  const int64_t num_targets = group.num_slots * group.num_replicas;
+  return Strip{group,
+               s,
+               begin,
+               rest < group.rows_per_push ? rest : group.rows_per_push,
+               rank.Field(group, group.dst_rank, num_targets),
+               rank.Field(group, group.dst_offset, num_targets),
+               s * group.num_replicas,
+               (s + 1) * group.num_replicas};
+}
+
 // Calls visit(strip) for each strip of this block, with all its threads.
 template <typename Visit>
 CPD_DEVICE void ForEachStrip(const Block& block, const Rank& rank, Visit visit) {
-  const Call& call = rank.call;
-  const State& state = *rank.state();
-  if (state.failed != kFine) return;
-  const int64_t num_strips = state.first_strip[call.num_groups];
-  for (int64_t i = block.index; i < num_strips; i += block.num_blocks) {
-    const int64_t strip = rank.Turned(i, num_strips);
-    int p = 0;
-    while (strip >= state.first_strip[p + 1]) ++p;
-    const OperandGroup& group = call.groups[p];
-    const int64_t s = FindSlot(rank.slots(group), group.num_slots, strip);
-    const Slot slot = rank.slots(group)[s];
-    const int64_t begin = (strip - slot.first_strip) * group.rows_per_push;
-    const int64_t rest = slot.num_rows - begin;
-    const int64_t num_targets = group.num_slots * group.num_replicas;
-    visit(Strip{group, s, begin, rest < group.rows_per_push ? rest : group.rows_per_push,
-                rank.Field(group, group.dst_rank, num_targets),
-                rank.Field(group, group.dst_offset, num_targets), s * group.num_replicas,
-                (s + 1) * group.num_replicas});
-  }
+  const int64_t num_strips = NumStripsOf(rank);
+  for (int64_t i = block.index; i < num_strips; i += block.num_blocks) visit(StripAt(rank, i));
 }
 
 // Where row `row` of an array goes at rank `to`: into its result or its channel.
@@ -82,7 +93,7 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Strip& stri
   for (int i = 0; i < scratch->num; ++i) {
     const int to = scratch->rank[i];
     uint64_t* tags = Tags(call, to, epoch, group) + scratch->row[i];
-    const uint64_t tag = TagOf(epoch, rank.IsHere(to));
+    const uint64_t tag = rank.IsHere(to) ? TagInPlace(epoch) : TagOf(epoch, rank.rank());
     CPD_NO_UNROLL
     for (int64_t r = block.thread; r < n; r += block.num_threads) StoreRelaxed(&tags[r], tag);
   }
@@ -98,28 +109,33 @@ CPD_DEVICE void PushRows(const Block& block, const Rank& rank, const Strip& stri
   }
 }
 
-// Copies rows to all receiving ranks, except remote ones.
+// Copies a strip to all receiving ranks, except remote ones. Ends with a Sync if there are any.
+template <typename Fabric>
+CPD_DEVICE void PushStrip(const Block& block, const Rank& rank, const Strip& strip,
+                          PushScratch* scratch) {
+  for (int64_t t = strip.first_target; t < strip.end_target;) {
+    int num = 0;  // t and num are equal on all threads
+    for (; t < strip.end_target && num < kMulticast; ++t) {
+      const int64_t dst = strip.dst_rank[t];
+      if (dst < 0 || IsRemote<Fabric>(rank.call, dst)) continue;
+      if (block.thread == 0) {
+        scratch->rank[num] = static_cast<int>(dst);
+        scratch->row[num] = strip.dst_offset[t] + strip.begin;
+      }
+      ++num;
+    }
+    if (block.thread == 0) scratch->num = num;
+    block.Sync();
+    if (scratch->num > 0) PushRows(block, rank, strip, scratch);
+    block.Sync();
+  }
+}
+
+// A kernel of `dispatch` if one device holds all ranks, or some reach each other over a network.
 template <typename Fabric = Mapped>
 CPD_DEVICE void Push(const Block& block, const Rank& rank, PushScratch* scratch) {
-  const Call& call = rank.call;
-  ForEachStrip(block, rank, [&](const Strip& strip) {
-    for (int64_t t = strip.first_target; t < strip.end_target;) {
-      int num = 0;  // t and num are equal on all threads
-      for (; t < strip.end_target && num < kMulticast; ++t) {
-        const int64_t dst = strip.dst_rank[t];
-        if (dst < 0 || IsRemote<Fabric>(call, dst)) continue;
-        if (block.thread == 0) {
-          scratch->rank[num] = static_cast<int>(dst);
-          scratch->row[num] = strip.dst_offset[t] + strip.begin;
-        }
-        ++num;
-      }
-      if (block.thread == 0) scratch->num = num;
-      block.Sync();
-      if (scratch->num > 0) PushRows(block, rank, strip, scratch);
-      block.Sync();
-    }
-  });
+  ForEachStrip(block, rank,
+               [&](const Strip& strip) { PushStrip<Fabric>(block, rank, strip, scratch); });
 }
 
 }  // namespace cpd::kernels

@@ -398,7 +398,7 @@ CPD_DEVICE void StageToPut(const Block& block, const Rank& rank) {
   auto* tags = reinterpret_cast<uint64_t*>(rank.channel() + call.staged_tags);
   for (int i = block.index * block.num_threads + block.thread; i < kTagRun;
        i += block.num_blocks * block.num_threads) {
-    tags[i] = TagOf(state.epoch);
+    tags[i] = TagOf(state.epoch, rank.rank());
   }
   for (int p = 0; p < call.num_groups; ++p) {
     const OperandGroup& group = call.groups[p];

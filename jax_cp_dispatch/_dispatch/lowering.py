@@ -7,6 +7,7 @@ merged or hoisted on all of them alike.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from jax_cp_dispatch._dispatch import xla
 from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import call_site, rank_index
-from jax_cp_dispatch._ranks.gpu import all_ranks_here
+from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack, why_slab_is_full
 from jax_cp_dispatch._ranks.implementations import (
+    NVSHMEM,
     ON_CPU,
     ON_GPU,
     XLA,
@@ -114,13 +116,31 @@ def _lower_by_call(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
-def _what_gpus_lack(exchange: Exchange) -> str | None:
-    """Returns why an exchange needs XLA, whatever the transport; None if it does not."""
+def _what_gpus_lack(
+    ctx: Any, exchange: Exchange, choice: Chosen, sent: Sequence[Any]
+) -> str | None:
+    """Returns why an exchange between GPUs needs XLA; None if it does not.
+
+    `sent` are the avals of the arrays whose rows move.
+    """
     if any("weights" in group.fields for group in exchange.groups):
         return "rows have weights"
-    if exchange.num_arrays <= _MAX_ARRAYS:
-        return None
-    return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"
+    if exchange.num_arrays > _MAX_ARRAYS:
+        return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"
+    if choice.implementation is not NVSHMEM:
+        return None  # channels of the others take more memory when they need it
+    fields, groups, of_channel = iter(exchange.split(ctx.avals_in)[0]), [], []
+    for group, arrays in zip(exchange.groups, exchange.by_group(sent), strict=True):
+        shapes = {name: x.shape for name, x in zip(group.fields, fields, strict=False)}
+        num_slots, num_replicas = shapes["dst_rank"][-2:]
+        rows = [math.prod(x.shape[1:]) * x.dtype.itemsize for x in arrays]
+        has_offset = "src_offset" in shapes
+        groups.append((group.num_tokens, group.capacity, num_replicas, has_offset, rows))
+        of_channel.append((num_slots, group.buffer))
+    network = what_pointers_lack(ctx, exchange.comm, choice.groups) is not None
+    sizes = exchange.sums is None, network, exchange.comm.num_ranks, groups
+    key = repr((sizes, of_channel, choice.groups))
+    return why_slab_is_full(ctx.module_context, key, runtime.cuda.channel_bytes(*sizes))
 
 
 # ---- An exchange in two calls on GPUs; elsewhere it is whole at its start.
@@ -134,7 +154,7 @@ def lower_start(ctx: Any, *operands: Any, exchange: Exchange, num_held: int) -> 
     results of the first; and it puts the work between them, because optimization barriers make the
     work depend on `held`, and the second call on both.
     """
-    choice = _choice_of_pair(ctx, exchange)
+    choice = _choice_of_pair(ctx, exchange, exchange.split(ctx.avals_in)[1])
     if choice is None:
 
         def whole(*operands: Any) -> list[Any]:
@@ -159,8 +179,8 @@ def lower_done(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
     finds no second call for it.
     """
     n, num_fields = exchange.num_arrays, len(exchange.split(operands)[0])
-    operands = operands[num_fields:]
-    is_whole = _choice_of_pair(ctx, exchange) is None
+    operands, avals = operands[num_fields:], ctx.avals_in[num_fields:]
+    is_whole = _choice_of_pair(ctx, exchange, avals[n : 2 * n]) is None
     if is_whole or not all(map(_is_result_here, operands[: 2 * n])):
         return [*operands[:n], *operands[2 * n + 1 :]]
 
@@ -174,7 +194,7 @@ def lower_done(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         )
         return [*call(*operands[: 2 * n], held), *beside]
 
-    ctx = ctx.replace(avals_in=ctx.avals_in[num_fields:])
+    ctx = ctx.replace(avals_in=avals)
     return mlir.lower_fun(done, multiple_results=True)(ctx, *operands)
 
 
@@ -187,15 +207,15 @@ def _is_result_here(value: Any) -> bool:
     return owner.name == "stablehlo.custom_call" and owner.operation.block == current.block
 
 
-def _choice_of_pair(ctx: Any, exchange: Exchange) -> Chosen | None:
+def _choice_of_pair(ctx: Any, exchange: Exchange, sent: Sequence[Any]) -> Chosen | None:
     """Returns the implementation, if it has two calls for this program."""
     program = ctx.module_context.axis_context
     if exchange.comm.open_axes or (exchange.is_global and program.num_devices != 1):
         return None  # the arrays of other devices are here too, until the program is partitioned
-    if _what_gpus_lack(exchange):
-        return None  # the whole exchange says so
     choice = choose(ctx, exchange.op, exchange.comm, on_one_device=exchange.is_global)
-    return choice if choice.implementation in ON_GPU else None
+    if choice.implementation not in ON_GPU or _what_gpus_lack(ctx, exchange, choice, sent):
+        return None  # the whole exchange says what is missing
+    return choice
 
 
 def _one_after_another(held: Any, beside: Sequence[Any]) -> list[Any]:
@@ -375,8 +395,10 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         opened = functools.partial(_on_every_device, exchange=exchange)
         return lower_opened(opened, ctx, *operands)
     choice = choose(ctx, exchange.op, exchange.comm, on_one_device=exchange.is_global)
-    if choice.implementation in ON_GPU and (missing := _what_gpus_lack(exchange)):
-        choice = fall_back(choice, exchange.op, comm, missing)
+    if choice.implementation in ON_GPU:
+        sent = exchange.split(ctx.avals_in)[1]
+        if missing := _what_gpus_lack(ctx, exchange, choice, sent):
+            choice = fall_back(choice, exchange.op, comm, missing)
     if exchange.is_global:
         here = functools.partial(xla.move_by_xla, exchange, False)
         if choice.implementation in ON_GPU:

@@ -40,6 +40,7 @@ class Slabs(NamedTuple):
     bases: list[int]  # the address of each here; this process's own where it is not mapped
     memory_groups: list[int]  # of each process; those of one group map each other's slabs
     network: str = ""  # by which groups reach each other, in words
+    fixed_bytes: int = 0  # of a slab that cannot grow
 
     def reach(self, processes: Iterable[int]) -> bool:
         """Whether these processes exchange through the slabs; the same answer in all of them."""
@@ -276,7 +277,7 @@ def _start(job: GpuJob, module: Any) -> Slabs | str:
         except RuntimeError as error:
             failed = str(error)
         missing = first_reason(job.publish("nvshmem_launcher", failed))
-    slabs = Slabs("nvshmem", bases, memory_groups)
+    slabs = Slabs("nvshmem", bases, memory_groups, job.slab_bytes)
     return missing or why_patterns_are_lost(job, slabs) or slabs
 
 
@@ -323,7 +324,8 @@ def connect_gpus(*, timeout: float = 120.0) -> GpuWorld:
 
     With NVSHMEM, a GPU uses pointers to memory that it can map, and the network to reach other
     hosts. `JAX_CP_DISPATCH_GPU_POINTERS=0` makes it use the network for all others. Every process
-    reserves `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory (default 1 GiB).
+    reserves `JAX_CP_DISPATCH_SYMMETRIC_BYTES` of its GPU's memory (default 1 GiB). With CUDA IPC,
+    it takes more when a program needs more.
 
     Args:
       timeout: seconds to wait for each of the other processes.
@@ -355,9 +357,10 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
     if not text.isdecimal() or int(text) < 1 << 20:
         raise ValueError(f"connect_gpus: {_SLAB_VARIABLE} is {text!r}; it needs at least 1048576.")
     why = runtime.cuda_reason
+    device = _local_gpus()[0].local_hardware_id or 0
     if runtime.cuda is not None:
         num_gpus, reason = runtime.cuda.device_count()
-        why = f"this process has no GPU: {reason}" if num_gpus == 0 else ""
+        why = why_no_kernels([device]) if num_gpus else f"this process has no GPU: {reason}"
     found = publish_all("ready", [why, len(_local_gpus()), _host(), int(text)])
     reasons = [f"process {p}: {why}" for p, (why, *_) in enumerate(found) if why]
     if not reasons and max(num_gpus for _, num_gpus, *_ in found) > 1:
@@ -372,8 +375,7 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
     if reasons:
         return GpuWorld("xla", "; ".join(reasons)), None
     hosts = [one[2] for one in found]
-    device = _local_gpus()[0].local_hardware_id
-    job = GpuJob(publish_all, jax.process_index(), device or 0, hosts, sizes[0])
+    job = GpuJob(publish_all, jax.process_index(), device, hosts, sizes[0])
     ways = {"cuda_ipc": connect_ipc, "nvshmem": partial(connect_nvshmem, is_named=bool(wanted))}
     num_hosts = len(set(hosts))
     for name in sorted(ways, reverse=num_hosts > 1):  # the better one first
@@ -384,6 +386,8 @@ def _connect(publish_all: Any, wanted: str | None) -> tuple[GpuWorld, Slabs | No
                 cuda: Any = runtime.cuda
                 cuda.set_slab(slabs.bases, job.slab_bytes, slabs.memory_groups, job.process)
                 cuda.set_agree(_agree)
+                if not slabs.fixed_bytes:
+                    cuda.let_slab_grow(job.device)
                 return _describe(slabs, num_hosts, reasons), slabs
             reasons.append(f"{name}: {slabs}")
     return GpuWorld("xla", "; ".join(reasons)), None
@@ -587,17 +591,42 @@ def local_ordinals() -> list[int]:
     return [n if d.local_hardware_id is None else d.local_hardware_id for n, d in ordinals]
 
 
-def why_no_peer_access(groups: Groups) -> str | None:
-    """Returns why GPUs of one group do not reach each other's memory; None if all do.
+def why_no_kernels(ordinals: Iterable[int]) -> str:
+    """Returns why one of these GPUs, as CUDA counts, cannot run the package's kernels, or ""."""
+    for ordinal in ordinals:
+        if why := runtime.cuda.why_no_kernels(ordinal):
+            number = compute_capability()
+            return (
+                f"{why} (its compute capability is {number / 10}; build the package with "
+                f"CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES={number})"
+            )
+    return ""
+
+
+def compute_capability() -> int:
+    """Returns the least of this process's GPUs: 90 is 9.0; 0 if none is here."""
+    found = [getattr(device, "compute_capability", None) for device in jax.local_devices()]
+    return min(round(10 * float(one or 0)) for one in found)
+
+
+def gpus_here() -> list[int]:
+    """Returns CUDA's numbers of this process's GPUs; none if the program is for another machine."""
+    ordinals = local_ordinals() if runtime.cuda else []
+    return ordinals if ordinals and max(ordinals) < runtime.cuda.device_count()[0] else []
+
+
+def why_gpus_do_not_meet(groups: Groups) -> str | None:
+    """Returns why GPUs of one group cannot exchange; None if all can.
 
     Each group lies in one process. A process tries its own GPUs, once, and tells the other
     processes of the program, so that all of them lower it alike.
     """
+    own = jax.process_index()
     numbers_of = lambda group: tuple(sorted(set(map(number_in_process, group))))
     sets = {(group[0].process_index, numbers_of(group)) for group in groups if group}
-    sets = sorted(found for found in sets if len(found[1]) > 1)
+    sets = sorted(found for found in sets if len(found[1]) > 1 or found[0] == own)
     for process, numbers in sets:
-        if process == jax.process_index():
+        if process == own:
             _reason(process, numbers)  # others may wait for it, so this comes before their turn
     for process, numbers in sets:
         if reason := _reason(process, numbers):
@@ -615,13 +644,41 @@ def _reason(process: int, numbers: tuple[int, ...]) -> str:
             return read_from(_OP, name, process, _TIMEOUT)
         except RuntimeError as error:
             return str(error)
-    ordinals, (num_gpus, _) = local_ordinals(), runtime.cuda.device_count()
-    reason = ""
-    if numbers[-1] < len(ordinals) and max(ordinals) < num_gpus:  # otherwise for another machine
-        reason = runtime.cuda.connect_peers([ordinals[number] for number in numbers])
-    if jax.process_count() > 1:
+    reason, ordinals = "", gpus_here()
+    if numbers[-1] < len(ordinals):
+        used = [ordinals[number] for number in numbers]
+        reason = why_no_kernels(used)
+        if not reason and len(used) > 1:
+            reason = runtime.cuda.connect_peers(used)
+    if jax.process_count() > 1 and len(numbers) > 1:
         publish(_OP, name, reason)
     return reason
+
+
+class _Channels(dict[Any, int]):
+    """The channels of the program that is being lowered: what each depends on, and its bytes."""
+
+
+def why_slab_is_full(module_context: Any, key: Any, num_bytes: int) -> str | None:
+    """Returns why a channel does not fit the slabs beside the others of its program, or None.
+
+    All processes lower a program alike, but maybe not the same programs: those before do not count.
+    """
+    slabs = connected_slabs()
+    if slabs is None or slabs.fixed_bytes == 0:
+        return None
+    channels = next((x for x in module_context.keepalives if isinstance(x, _Channels)), None)
+    if channels is None:
+        channels = _Channels()
+        module_context.add_keepalive(channels)
+    needed = sum({**channels, key: num_bytes}.values())
+    if needed > slabs.fixed_bytes:
+        return (
+            f"the channels of this program need {needed} bytes of each process or more, but it has "
+            f"{slabs.fixed_bytes} ({_SLAB_VARIABLE})"
+        )
+    channels[key] = num_bytes
+    return None
 
 
 def gpu_attributes(

@@ -14,7 +14,7 @@ from jax_cp_dispatch._ranks.gpu import (
     connected_gpus,
     connected_slabs,
     gpu_attributes,
-    why_no_peer_access,
+    why_gpus_do_not_meet,
 )
 from jax_cp_dispatch._ranks.job import refuse_here
 from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
@@ -169,7 +169,7 @@ CUDA_PEER = Implementation(
     name="cuda_peer",
     platform="cuda",
     spans_processes=False,
-    why_unreached=lambda groups: _why_too_many(groups) or why_no_peer_access(groups),
+    why_unreached=lambda groups: _why_too_many(groups) or why_gpus_do_not_meet(groups),
     serves=lambda: "the GPUs of this process reach each other's memory",
     remedy=_REMEDY,
     rank_attributes=functools.partial(gpu_attributes, "devices"),

@@ -26,7 +26,7 @@ import numpy as np
 from jax_cp_dispatch._dispatch import combine, dispatch
 from jax_cp_dispatch._ranks.implementations import available_implementations
 from jax_cp_dispatch._ranks.processes import initialize
-from jax_cp_dispatch.attention.local.gpu import why_not
+from jax_cp_dispatch.attention.local.gpu import largest_of_cudnn, why_not
 from jax_cp_dispatch.cpu_devices import start_cpu_devices, warn_of_deadlock
 from jax_cp_dispatch.metadata import compute_metadata
 from jax_cp_dispatch.scenarios import orchestrate_simulate
@@ -127,7 +127,9 @@ def look_at_machine() -> Iterator[Finding]:
         found = f"slow passes: {reasons[_HEADS[0]]}"
         if served:
             kernels = "kernels for bfloat16 and float16; slow passes for float32 and heads above"
-            found = f"{kernels} {max(served)}"
+            found = f"{kernels} {max(served)}; cuDNN for one dense document, heads of at most "
+            found += " and ".join(str(largest_of_cudnn(backward)) for backward in (False, True))
+            found += " forward and backward"
         remedy = "Build the package with CUDA, and do not set JAX_CP_DISPATCH_ATTENTION_KERNEL=0."
         yield _optional("attention on GPUs", found, bool(served), remedy)
     else:

@@ -95,6 +95,47 @@ def test_one_dense_document_goes_to_cudnn(case, mask):
     assert lower_both(**case) == wanted
 
 
+@pytest.mark.parametrize(
+    "capability, version, size, forward, backward",
+    [
+        (0, 91800, 256, "kernels", "kernels"),  # a program for another machine
+        (80, 91800, 256, "kernels", "kernels"),
+        (90, 91800, 256, "cudnn", "cudnn"),
+        (90, 91800, 264, "blockwise", "blockwise"),
+        (100, 91800, 128, "cudnn", "cudnn"),
+        (103, 91800, 256, "cudnn", "kernels"),
+        (100, 90800, 256, "kernels", "kernels"),
+        (120, 91800, 128, "cudnn", "cudnn"),
+        (120, 91800, 256, "kernels", "kernels"),
+    ],
+)
+def test_gpus_take_the_fastest_that_serves(
+    capability, version, size, forward, backward, monkeypatch
+):
+    """Dense documents by cuDNN where it has such heads, ranges by this package's kernels."""
+    has_memory(monkeypatch, 0)
+    monkeypatch.setattr(gpu, "compute_capability", lambda: capability)
+    monkeypatch.setattr(gpu, "cudnn_version", lambda: version)
+    seen, take = [], gpu.take
+
+    def observed(*arguments, **options):
+        seen.append(take(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(gpu, "take", observed)
+    sizes: Any = {"shapes": {"H": size, "Hv": size}}
+    both = lower_both(**sizes)[1]
+    assert [one.name for one in seen] == [forward, forward, backward]
+    assert len(both) == [forward, backward].count("cudnn")
+    assert not lower_both(**sizes, **RANGES_OF_256)[1]
+    ranges = "blockwise" if size > 256 else "kernels"
+    assert [one.name for one in seen[3:]] == [ranges] * 3
+    if ranges == "kernels":
+        assert seen[3].reason == "not cuDNN: it has no ranges, and these are not known to be dense"
+    if forward == "kernels":
+        assert seen[0].reason.endswith(f"a multiple of 8 and at most 128, not {size} and {size}")
+
+
 def test_results_that_cudnn_does_not_have():
     """A cotangent of the lse, and the largest logits."""
     forward, both = lower_both(use_lse=True)
@@ -224,9 +265,11 @@ def test_rings_by_kernels():
     check_qkv(jax.jit(with_gradients(attend))(*arrays), operands)
 
 
-def has_memory(monkeypatch, available: int):
+def has_memory(monkeypatch, available: int, image: str = ""):
+    """Pretends GPUs with this memory, and maybe a reason why they have no image of the kernels."""
     memory = lambda size, value_size: ((size + value_size) << 9, available)
-    pretend_cuda(monkeypatch, attention_memory=memory)
+    there = {"device_count": lambda: (8, ""), "why_no_kernels": lambda _: image} if image else {}
+    pretend_cuda(monkeypatch, attention_memory=memory, **there)
 
 
 @pytest.fixture
@@ -289,6 +332,7 @@ def test_other_heads_are_padded(sizes, heads):
         ({"H": 320, "Hv": 64}, "at most 256, not 320"),
         ({"H": 120, "Hv": 8, "memory": 99}, "heads of 128 need 128 KB .*, and this GPU has 99"),
         ({"off": "0"}, "ATTENTION_KERNEL=0 is set"),
+        ({"image": "no kernel image is available"}, r"no kernel image is available \(its compute"),
     ],
     ids=str,
 )
@@ -296,7 +340,7 @@ def test_others_are_not_by_the_kernels(case, reason, monkeypatch):
     """And a warning says so once, with the reason."""
     case = dict(case)
     monkeypatch.setenv("JAX_CP_DISPATCH_ATTENTION_KERNEL", case.pop("off", "1"))
-    has_memory(monkeypatch, case.pop("memory", 0) << 10)
+    has_memory(monkeypatch, case.pop("memory", 0) << 10, case.pop("image", ""))
     shapes: Any = {"B": 1, "T": 64, "S": 64, "H": 64, "Hv": 64, "dtype": jnp.bfloat16}
     with pytest.warns(UserWarning, match=f"slow passes on this GPU, because .*{reason}") as seen:
         assert kernel_calls(*inputs(0, **(shapes | case))[:3]) == []

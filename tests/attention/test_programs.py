@@ -286,7 +286,6 @@ def extension(monkeypatch):
     pretend_cuda(
         monkeypatch,
         set_process=lambda process, ordinals: None,
-        device_count=lambda: (0, "no driver"),
     )
 
 

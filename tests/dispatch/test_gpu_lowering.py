@@ -46,6 +46,7 @@ def cuda(monkeypatch):
         take_errors=lambda: [],
         registrations=dict,
         device_count=lambda: (0, "no driver"),
+        why_no_kernels=lambda ordinal: "",
     )
     monkeypatch.setattr(runtime, "cuda", extension)
     return extension
@@ -334,11 +335,58 @@ def test_arrays_of_several_devices_and_other_implementations_move_in_one_call():
     assert targets(on_ranks(by_xla, mesh_of(W)), X, PLAN) == []
 
 
-# ---- GPUs that do not reach each other's memory.
+# ---- GPUs without an image of the kernels, or that do not reach each other's memory.
 
 
 def pairs_in(size):
     return tuple(tuple(jax.devices()[i : i + size]) for i in range(0, W, size))
+
+
+def test_gpus_without_an_image_of_the_kernels_use_xla(cuda, monkeypatch):
+    """Known when the program is lowered, also where one device holds all ranks."""
+    why = "loading the package's kernels on GPU 0 failed: no kernel image is available"
+    cuda.device_count = lambda: (8, "")
+    monkeypatch.setattr(gpu, "compute_capability", lambda: 120)
+    cuda.why_no_kernels = lambda ordinal: why if ordinal == 0 else ""
+    cuda.connect_peers = lambda ordinals: pytest.fail("they cannot run kernels")
+    gpu._reason.cache_clear()
+    said = re.escape(f"{why} (its compute capability is 12.0; build the package with CMAKE_ARGS=")
+    is_refused(said, *PLACES)
+    gpu._reason.cache_clear()
+
+
+def test_programs_whose_channels_do_not_fit_the_slabs_use_xla(cuda, monkeypatch):
+    """Over NVSHMEM, whose memory cannot grow. Calls that are alike share a channel."""
+    monkeypatch.setattr(
+        implementations.Implementation, "why_not",
+        lambda row, *_: None if row.name in ("nvshmem", "xla") else "pretended",
+    )  # fmt: skip
+    asked = []
+
+    def channel_bytes(*sizes):
+        asked.append(sizes)
+        return 1000 * sizes[3][0][1]
+
+    cuda.channel_bytes = channel_bytes
+    slabs = gpu.Slabs("nvshmem", [0] * W, [0] * W, 1000 * (2 * CAPACITY + 1))
+    monkeypatch.setattr(gpu, "_slabs", slabs)
+    assert targets(on_ranks(in_two_calls, mesh_of(W)), X, PLAN) == FORWARD
+    assert asked == 2 * [(True, False, W, [(T, CAPACITY, PLAN.dst_rank.shape[-1], False, [12])])]
+    twice = lambda x, m: send(send(x, m)[:T], m)
+    squares = lambda x, m: (on_ranks(twice, mesh_of(W))(x, m) ** 2).sum()
+    assert targets(jax.grad(squares), X, PLAN) == ["dispatch"] * 2 + ["combine"] * 2
+
+    def more(x, metadata, **options):
+        options |= {"axis_name": AXIS}
+        ys = [cp.dispatch(x, metadata, capacity=CAPACITY + i, **options) for i in range(2)]
+        return cp.combine(ys[0], metadata, num_tokens=T, **options), ys
+
+    why = f"need {1000 * (3 * CAPACITY + 1)} bytes of each process or more, but it has"
+    warn_again()
+    with pytest.warns(UserWarning, match=f"XLA serves this call.*{why}"):
+        assert [x for x, _ in calls(lowered_on_ranks(more))] == ["dispatch"] * 2
+    with pytest.raises(NotImplementedError, match=f"combine: .*'nvshmem' cannot .*{why}"):
+        lowered_on_ranks(more, implementation="nvshmem")
 
 
 def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):

@@ -15,13 +15,9 @@ import shutil
 import subprocess
 
 ROOT = pathlib.Path(__file__).parents[2]
-_PUSH = "  Push<Fabric>(ThisBlock(), ThisRank(call), &scratch);\n"
-_SIGNAL = """\
-  if constexpr (kSignalsLast<Fabric>) SignalLast(ThisBlock(), ThisRank(call), &is_last);
-"""
 # By name: the header, and pairs of texts, what is there and what replaces it.
 FAULTS = {
-    "early-signal": ("cuda/call_kernels.h", [(_PUSH + _SIGNAL, _SIGNAL + _PUSH)]),
+    "early-signal": ("kernels/push_take.h", [("block_.index == 0 && Gets", "true || Gets")]),
     "no-order": (
         "kernels/block.h",
         [

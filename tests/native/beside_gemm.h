@@ -174,8 +174,9 @@ inline std::string WholeBeside(const Timed& timed, int num_blocks, Beside* besid
   return Ended(row, call.IsFine());
 }
 
-// The kernels of the first rank that push, and that unpack: one call of all ranks comes first. The
-// rows stay in the channel, and are taken again and again.
+// The kernels of the first rank that push, and that unpack: one call of all ranks comes first. No
+// rank has signalled when the first one pushes, so its rows stay in the channel, and are unpacked
+// again and again. When it pushes again, it takes them once.
 inline std::vector<std::string> KernelsBeside(const Timed& timed, int num_blocks, Beside* beside) {
   TimedCall call(timed, num_blocks);
   std::vector<cudaGraph_t> graphs;
@@ -189,7 +190,7 @@ inline std::vector<std::string> KernelsBeside(const Timed& timed, int num_blocks
   }
   CUDA(cudaDeviceSynchronize());
   std::vector<std::string> rows;
-  for (const auto& [name, what] : {std::pair{"Unpack", "unpack"}, std::pair{"Push", "push"}}) {
+  for (const auto& [name, what] : {std::pair{"Unpack", "unpack"}, std::pair{"PushTake", "push"}}) {
     for (const auto& step : steps) {
       if (NameOf(step[0].func) != name) continue;
       const int64_t bytes = timed.num_bytes / kTimedRanks;

@@ -15,6 +15,7 @@
 #include "kernels/exchange.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
+#include "kernels/push_take.h"
 #include "kernels/small.h"
 #include "kernels/sum.h"
 #include "kernels/unpack.h"
@@ -108,11 +109,12 @@ void RunCall(const Call& call, int blocks, int threads, const std::function<void
       LaunchRanks<int>(call, blocks, threads,
                        [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
     }
-    struct Scratch : PushScratch {
+    struct Scratch : PushTakeScratch {
       bool is_last;
     };
     LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      Push<Fabric>(b, rank, s);
+      if (kSignalsLast && !HoldsAllRanks(rank.call)) return RunPushTake(b, rank, s);
+      Push<Fabric>(b, rank, &s->push);
       if (kSignalsLast) SignalLast(b, rank, &s->is_last);
     });
   } else if (!HoldsAllRanks(call)) {

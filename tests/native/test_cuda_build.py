@@ -48,7 +48,7 @@ def test_a_fault_changes_one_header(fault, tmp_path):
 
 KERNELS = [
     *("Plan", "Push", "Stage", "Wait", "Unpack", "Pull"),
-    *("SmallDispatch", "SmallCombine"),
+    *("PushTake", "SmallDispatch", "SmallCombine"),
     *("Attend", "QueryGradients", "KeyGradients"),
     *("Sum", "Columns", "Transpose", "Swizzle", "Copy", "Begin", "Tell", "WaitFor", "End", "Hold"),
 ]
@@ -181,6 +181,8 @@ MOVES = [  # and whether they are good
     ("Pull", LOOP[:-3] * 11, False),  # no loop
     ("Push", BEFORE, True),
     ("Push", INSIDE, False),
+    ("PushTake", INSIDE + LOOP + COUNT, True),  # a fence between strips, and two ways of moving
+    ("PushTake", INSIDE + COUNT, False),
     ("Wait", ["ACQBULK", *LOOP[-3:]], True),
     ("Wait", ["PREEXIT", *LOOP[-3:]], False),
 ]
@@ -202,6 +204,8 @@ ORDERS = [
     ("Push", ADD + SIGNAL + FOR_GPU[-2:], False),
     ("Push", [*ADD, *SIGNAL, "LDG.E.64.CONSTANT R4, desc[UR6][R2.64]"], False),
     ("Push", [*ADD, *SIGNAL, "LDC.64 R4, c[0x0][0x210]"], True),  # a parameter
+    ("PushTake", ORDERED, True),
+    ("PushTake", ADD + SIGNAL, False),  # hears nobody
     ("Plan", SIGNAL, True),
     ("Plan", SIGNAL[-1:], False),
     ("Wait", ACQUIRE, True),

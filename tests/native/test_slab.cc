@@ -134,6 +134,55 @@ void AllKnowThatOneHasNoMemory() {
   CHECK(small[0][0] == &job.memory[0][2304] && small[0][1] == &job.memory[1][2048]);
 }
 
+// A process whose slabs are full gets another, which the others map once. All know that one cannot
+// map it, and its place serves the next channel.
+void SlabsGrow() {
+  Processes job(3);
+  std::vector<std::vector<char>> more;
+  std::map<std::string, char*> by_handle;
+  std::vector<int> num_opened(3);
+  bool is_blind = true;
+  for (int p = 0; p < 3; ++p) {
+    const auto make = [&, p](int64_t bytes, char** memory, std::string* handle) {
+      CHECK(p == 1 && bytes == (more.empty() ? kBytes + 256 : kBytes));
+      more.emplace_back(bytes, 0x7f);
+      *memory = more.back().data();
+      *handle = "h" + std::to_string(more.size());
+      by_handle[*handle] = *memory;
+      return Status::Ok();
+    };
+    const auto open = [&, p](const std::string& handle, char** memory) {
+      if (p == 2 && is_blind) return Status::Invalid("no mapping");
+      ++num_opened[p];
+      *memory = by_handle.at(handle);
+      return Status::Ok();
+    };
+    job.slabs[p].SetGrowth({make, open});
+  }
+  std::vector<char*> alone;
+  CHECK(job.Allocate(1, job.Ask("alone", {1}, kBytes + 1), &alone).ok());
+  CHECK(alone[0] == more[0].data() && alone[0][0] == 0 && num_opened[0] == 0);
+  CHECK(job.Allocate(1, job.Ask("first", {1}, kBytes), &alone).ok());  // the first slab has room
+  CHECK(alone[0] == job.memory[1].data());
+  std::vector<std::vector<char*>> a(3), b(3), c(3);
+  Together(3, [&](int p) {
+    const SlabRequest ask = job.Ask("all", {0, 1, 2}, 100);
+    const Status status = job.Allocate(p, ask, &a[p]);
+    CHECK(status.message == "process 2 cannot map new memory of process 1: no mapping");
+  });
+  is_blind = false;
+  Together(3, [&](int p) {
+    CHECK(job.Allocate(p, job.Ask("all", {0, 1, 2}, 100), &b[p]).ok());
+    CHECK(job.Allocate(p, job.Ask("all", {0, 1, 2}, 100), &c[p]).ok());
+    job.slabs[p].Free(job.Ask("all", {0, 1, 2}, 100), b[p]);
+    CHECK(job.Allocate(p, job.Ask("all", {0, 1, 2}, 100), &a[p]).ok());
+  });
+  CHECK(a[0] == b[0] && a[0] != c[0]);
+  for (const auto& found : {a, b, c}) CHECK(found[0] == found[1] && found[0] == found[2]);
+  CHECK(b[0][0] == &job.memory[0][0] && b[0][1] == more[1].data());
+  CHECK((num_opened == std::vector<int>{1, 0, 1}) && more.size() == 2);
+}
+
 // A process that gave up may try again; what the late one may have begun to write then stays.
 void ALateProcessIsNamed() {
   Processes job(2);
@@ -164,6 +213,7 @@ const Register kTests("test_slab", [](const Numbers&) {
   OtherChannelsDoNotMatter();
   FreedMemoryIsUsedWhenAllHaveFreedIt();
   AllKnowThatOneHasNoMemory();
+  SlabsGrow();
   ALateProcessIsNamed();
   ProcessesThatHaveNotConnectedAreNamed();
 });

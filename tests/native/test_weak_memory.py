@@ -48,6 +48,19 @@ MUTANTS = [
         "&rank.state()->blocks_sent, 1) == num_blocks;", "&rank.state()->blocks_sent, 1) == 1;",
     ),
     Mutant(
+        "a rank is told before the rows of the other block", "push_take.h",
+        "0 - pushed) == 0)", "0 - pushed) != 0)",
+    ),
+    Mutant(
+        "rows of a rank that has not signalled", "push_take.h",
+        "           scratch_.heard[SenderOf(value)] != 0;", "           true;",
+    ),
+    Mutant(
+        "a rank is told before all threads have stored", "push_take.h",
+        "    State* state = rank_.state();\n    block_.Sync();\n",
+        "    State* state = rank_.state();\n",
+    ),
+    Mutant(
         "a signal before the rows of a small call", "small.h",
         "    const Block warp = WarpOf(block);",
         "    Signal(block, rank);\n    const Block warp = WarpOf(block);",

@@ -82,6 +82,9 @@ BY_XLA = {
         "on a, has no InfiniBand adapter", "cuda_ipc: no two processes run on the same host"
     ],
     "one host, no gpu on one": ["process 1: this process has no GPU: no driver"],
+    "one host, no image on one": [
+        "process 1: no kernel image is available (its compute capability is 0.0; build the package"
+    ],
     "one host, two gpus each": [
         "process 0 has 2 GPUs, but processes connect with one each; groups of ranks inside"
     ],
@@ -108,6 +111,7 @@ def test_processes_connect(outputs, scene, chosen, reason, bases, groups):
         assert f"chose {chosen}: {reason}\n" in out
         assert f"slabs {bases[number]} of 2097152, groups {groups}" in out
         assert ("network by launcher 0" in out) == (chosen == "nvshmem")
+        assert ("grows on 0" in out) == (chosen == "cuda_ipc")
         assert f"started {int(chosen == 'nvshmem')} times" in out
         both = ("cuda_ipc over (0, 1): None", "nvshmem over (0, 2): None")
         assert [text in out for text in both] == [chosen == "cuda_ipc", chosen == "nvshmem"]
@@ -292,6 +296,10 @@ def num_gpus():
     return (0, "no driver") if "no gpu on one" in SCENE and PROCESS == 1 else (2, "")
 
 
+def why_no_kernels(device):
+    return "no kernel image is available" if "no image" in SCENE and PROCESS == 1 else ""
+
+
 def connect_peers(devices):
     is_cut = "no peers on one" in SCENE and PROCESS == 1
     return f"GPUs {devices} have no peer access" if is_cut else ""
@@ -355,6 +363,7 @@ if __name__ == "__main__":
     runtime.cuda = types.SimpleNamespace(
         PATTERN_BYTES=1024,
         device_count=num_gpus,
+        why_no_kernels=why_no_kernels,
         set_process=lambda process, ordinals: None,
         connect_peers=connect_peers,
         make_slab=make_slab,
@@ -365,6 +374,7 @@ if __name__ == "__main__":
         has_pattern=has_pattern,
         set_slab=set_slab,
         set_agree=lambda agree: say_of_agreement(agree) if SCENE == "one host" else None,
+        let_slab_grow=lambda device: print(f"grows on {device}", flush=True),
         set_network_launcher=lambda launcher: print(f"network by {launcher}", flush=True),
     )
     runtime.load_nvshmem = lambda: (importlib.import_module("fake_nvshmem"), "")

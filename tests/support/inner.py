@@ -35,7 +35,8 @@ def calls_in_flight(buffer: int) -> int:
 
 def pretend_cuda(monkeypatch, **functions: Any) -> None:
     """Puts these functions in place of the extension for GPUs, built or not; nothing can run."""
-    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(**functions))
+    none: dict[str, Any] = {"device_count": lambda: (0, ""), "why_no_kernels": lambda _: ""}
+    monkeypatch.setattr(runtime, "cuda", types.SimpleNamespace(**none | functions))
 
 
 def pretend_tpus(monkeypatch) -> None:

@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iomanip>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -22,6 +25,7 @@
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
+#include "nanobind/stl/tuple.h"
 #include "nanobind/stl/vector.h"
 
 namespace nb = nanobind;
@@ -114,6 +118,50 @@ void BindIpc(nb::module_& m) {
       arg("device"), arg("address"), "Undoes make_slab, after others have closed the slab.");
 }
 
+// As words of a message.
+std::string ToHex(const std::string& bytes) {
+  std::ostringstream text;
+  text << std::hex << std::setfill('0');
+  for (const char byte : bytes) text << std::setw(2) << int{static_cast<uint8_t>(byte)};
+  return text.str();
+}
+
+std::string FromHex(const std::string& text) {
+  std::string bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2) {
+    bytes.push_back(static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16)));
+  }
+  return bytes;
+}
+
+// Of one group; see channel_bytes.
+using GroupSizes = std::tuple<int64_t, int64_t, int64_t, bool, std::vector<int64_t>>;
+
+int64_t ChannelBytes(bool is_dispatch, bool has_network, int num_ranks,
+                     const std::vector<GroupSizes>& groups) {
+  kernels::Call call{};
+  call.is_dispatch = is_dispatch;
+  call.has_network = has_network;
+  call.num_ranks = num_ranks;
+  call.num_local = 1;
+  for (const auto& [num_tokens, capacity, num_replicas, has_src_offset, row_bytes] : groups) {
+    if (call.num_groups == kernels::kMaxOperandGroups) break;
+    kernels::OperandGroup& group = call.groups[call.num_groups++];
+    group.num_tokens = num_tokens;
+    group.capacity = capacity;
+    group.num_replicas = num_replicas;
+    static const int32_t any = 0;  // there are offsets
+    if (has_src_offset) group.src_offset = {&any, IntType::kI32};
+    group.first_array = call.num_arrays;
+    for (const int64_t bytes : row_bytes) {
+      if (call.num_arrays == kernels::kMaxArrays) break;
+      call.arrays[call.num_arrays++].in_row_bytes = bytes;
+    }
+    group.num_arrays = call.num_arrays - group.first_array;
+  }
+  return kernels::AlignUp(kernels::LayOutChannel(&call));
+}
+
 void BindMemory(nb::module_& m) {
   BindPeers(m);
   BindIpc(m);
@@ -127,6 +175,32 @@ void BindMemory(nb::module_& m) {
       },
       arg("bases"), arg("bytes"), arg("memory_groups"), arg("process"),
       "Sets the slabs of all processes; those of one group map each other's memory.");
+  m.def(
+      "let_slab_grow",
+      [](int device) {
+        Slab::Get().SetGrowth({[device](int64_t bytes, char** memory, std::string* handle) {
+                                 uint64_t address = 0;
+                                 const DeviceScope restore;
+                                 const Status status = MakeIpcSlab(device, bytes, &address, handle);
+                                 *memory = reinterpret_cast<char*>(address);
+                                 *handle = ToHex(*handle);
+                                 return status;
+                               },
+                               [device](const std::string& handle, char** memory) {
+                                 uint64_t address = 0;
+                                 const DeviceScope restore;
+                                 const Status status =
+                                     OpenIpcSlab(device, FromHex(handle), &address);
+                                 *memory = reinterpret_cast<char*>(address);
+                                 return status;
+                               }});
+      },
+      arg("device"),
+      "Lets this process share more memory through CUDA IPC, when its slab is full.");
+  m.def("channel_bytes", &ChannelBytes, arg("is_dispatch"), arg("has_network"), arg("num_ranks"),
+        arg("groups"),
+        "Returns the bytes of a channel in a slab. A group is (num_tokens, capacity, num_replicas, "
+        "has_src_offset, row bytes of each array).");
   m.def(
       "set_agree", [](nb::object agree) { Slab::Get().SetAgree(AgreeBy(std::move(agree))); },
       arg("agree"),
@@ -164,6 +238,14 @@ nb::tuple BlockMemory(int size, int value_size) {
   return nb::make_tuple(cpd::AttentionMemory({DataType::kBF16, size, value_size}), least);
 }
 
+// Why a GPU cannot run the package's kernels; empty: it can. Also loads those of exchanges.
+std::string WhyNoKernels(int device) {
+  const DeviceScope restore(device);
+  int num_blocks = 0;
+  return CudaStatus(NumResidentBlocks(&num_blocks), "loading the package's kernels on GPU ", device)
+      .message;
+}
+
 nb::tuple Versions() {
   int driver = 0, runtime = 0;
   cudaDriverGetVersion(&driver);
@@ -183,6 +265,9 @@ NB_MODULE(_cuda, m) {
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("attention_memory", &cpd::BlockMemory,
         "Returns the bytes of shared memory in a block (that attention needs, that GPUs have).");
+  m.def("why_no_kernels", &cpd::WhyNoKernels, nb::arg("device"),
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Returns why a GPU cannot run the package's kernels; '': it can.");
   m.def("versions", &cpd::Versions, "CUDA (of the driver, of the runtime): 13000 is 13.0.");
   m.def("set_process", [](int64_t process, std::vector<int64_t> ordinals) {
     ChannelRegistry::Get().SetProcess(process, std::move(ordinals));

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from jax_cp_dispatch._arguments import clip_to_int32
 from jax_cp_dispatch._jax_private import fused_attention_stablehlo as fused
 from jax_cp_dispatch._ranks import runtime
+from jax_cp_dispatch._ranks.gpu import compute_capability, gpus_here, why_no_kernels
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._text import say_once
 from jax_cp_dispatch.attention.local.ranges import (
@@ -40,6 +41,31 @@ _HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of key
 _TILE = 64  # rows
 
 
+class Taken(NamedTuple):
+    """What computes a pass of whole arrays on GPUs, and why: "cudnn", "kernels" or "blockwise"."""
+
+    name: str
+    reason: str
+
+
+def take(options: PassOptions, q, v, *, backward: bool = False, has_more: bool = False) -> Taken:
+    """Takes the fastest that serves a pass.
+
+    cuDNN for one dense document: on Hopper it takes two thirds of the time of this package's
+    kernels. On Blackwell neither is measured; there cuDNN uses its tensor cores, for which these
+    kernels have no code of their own. Nothing else serves ranges.
+
+    Args:
+      has_more: whether there is a sink, or backward a cotangent of the lse.
+    """
+    missing = _what_cudnn_lacks(options, q, v, backward, has_more)
+    if missing is None:
+        return Taken("cudnn", "the ranges are those of one dense document")
+    if kernels_serve(q, v):
+        return Taken("kernels", f"not cuDNN: {missing}")
+    return Taken("blockwise", why_not(q.dtype, (q.shape[3], v.shape[3])) or "")
+
+
 def kernels_serve(q, v) -> bool:
     """Whether the kernels serve such heads, whatever the ranges and options.
 
@@ -60,6 +86,8 @@ def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
         return "JAX_CP_DISPATCH_ATTENTION_KERNEL=0 is set"
     if runtime.cuda is None:
         return f"the package's CUDA extension is missing ({runtime.cuda_reason})"
+    if reason := why_no_kernels(gpus_here()):
+        return reason
     if dtype not in _DTYPES:
         return f"its kernels need bfloat16 or float16, not {dtype}"
     served = _served(*head_sizes)
@@ -205,7 +233,6 @@ def _served(size: int, value_size: int) -> tuple[int, int] | None:
 # gradient of the logarithm of the sum, and does not return it, so these passes use the primitives
 # below it.
 
-_LARGEST_HEAD = 128  # 256 on Hopper and later, which is unknown when a program is lowered
 _CALL: dict[str, Any] = {
     "seed": 42,
     "dropout_rate": 0.0,
@@ -217,17 +244,40 @@ if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:  # 
     _CALL |= {"score_mod_name": None, "score_mod_jaxpr": None}
 
 
-def cudnn_serves(options: PassOptions, q, v) -> bool:
-    """Whether the ranges are dense, and cuDNN supports such heads."""
+def largest_of_cudnn(backward: bool) -> int:
+    """Returns the largest heads that cuDNN serves on the GPUs of this process.
+
+    By NVIDIA's table for cuDNN 9.18: 256 on Hopper; on Blackwell 256 forward, from 9.10, and 128
+    backward. Where no GPU is here, the program may run on any.
+    """
+    number = compute_capability()
+    is_hopper, is_blackwell = 90 <= number < 100, 100 <= number < 110
+    if is_hopper or (is_blackwell and not backward and cudnn_version() >= 91000):
+        return 256
+    return 128
+
+
+def cudnn_version() -> int:
+    """Returns the version of cuDNN, 91800 for 9.18; 0 without it."""
+    try:
+        return fused.check_cudnn_version()
+    except RuntimeError:
+        return 0
+
+
+def _what_cudnn_lacks(options: PassOptions, q, v, backward: bool, has_more: bool) -> str | None:
+    """Returns why cuDNN does not serve a pass; None if it does."""
     H, Hv = q.shape[3], v.shape[3]
-    return (
-        options.dense is not None
-        and q.dtype in _DTYPES
-        and H == Hv <= _LARGEST_HEAD
-        and H % 8 == 0
-        and options.logit_soft_cap is None
-        and not options.return_max_logits  # cuDNN returns no largest logits
-    )
+    if options.dense is None:
+        return "it has no ranges, and these are not known to be dense"
+    if has_more or options.logit_soft_cap is not None or options.return_max_logits:
+        return "it has no sink, soft cap, largest logits or cotangent of the lse"
+    if q.dtype not in _DTYPES:
+        return f"it needs bfloat16 or float16, not {q.dtype}"
+    largest = largest_of_cudnn(backward)
+    if H == Hv <= largest and H % 8 == 0:
+        return None
+    return f"it needs equal heads, a multiple of 8 and at most {largest}, not {H} and {Hv}"
 
 
 def cudnn_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink: None):

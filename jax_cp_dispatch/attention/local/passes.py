@@ -104,9 +104,8 @@ def _attention_shapes(options, q, k, v, *_):
 
 
 def _cuda_attention(ctx, options, q, k, v, *ranges_and_sink):
-    if ranges_and_sink[1] is None and gpu.cudnn_serves(options, q, v):
-        return gpu.cudnn_attention
-    return gpu.fused_attention if gpu.kernels_serve(q, v) else None
+    taken = gpu.take(options, q, v, has_more=ranges_and_sink[1] is not None)
+    return {"cudnn": gpu.cudnn_attention, "kernels": gpu.fused_attention}.get(taken.name)
 
 
 @_primitive("local_attention", "cpd.attention", _attention_shapes, cuda=_cuda_attention)
@@ -126,10 +125,9 @@ def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> t
 
 
 def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
-    # cuDNN multiplies out and dout itself, and accepts no cotangent of the lse.
-    if ranges_and_whole[1].dlse is None and gpu.cudnn_serves(options, q, v):
-        return gpu.cudnn_gradients
-    return gpu.fused_gradients if gpu.kernels_serve(q, v) else None
+    has_dlse = ranges_and_whole[1].dlse is not None
+    taken = gpu.take(options, q, v, backward=True, has_more=has_dlse)
+    return {"cudnn": gpu.cudnn_gradients, "kernels": gpu.fused_gradients}.get(taken.name)
 
 
 @_primitive(

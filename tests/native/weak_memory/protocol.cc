@@ -6,6 +6,7 @@
 #include "kernels/exchange.h"
 #include "kernels/plan.h"
 #include "kernels/push.h"
+#include "kernels/push_take.h"
 #include "kernels/small.h"
 #include "kernels/sum.h"
 #include "kernels/unpack.h"
@@ -19,14 +20,15 @@ using model::Require;
 
 constexpr int kRanks = 2, kBlocks = 2, kBlockThreads = 2, kCalls = 3;
 static_assert(model::kThreads == kRanks * kBlocks * kBlockThreads);
-constexpr int kTokens = 2, kCapacity = 3, kWords = 4;  // of a row: two vectors of 16 bytes
+constexpr int kTokens = 3, kCapacity = 4, kWords = 4;  // of a row: two vectors of 16 bytes
 constexpr int kChannelBytes = 4096, kLocalBytes = 2048;
 
-// Rank 0 sends a row to each rank, rank 1 only to itself: rank 0 gets nothing of it.
-const int32_t num_recv_tokens[kRanks][kRanks + 1] = {{1, 0, 1}, {1, 1, 2}};
-const int32_t seq_len[kRanks][2] = {{1, 1}, {0, 1}};
+// Rank 0 sends a row to itself and two to rank 1, by two blocks; rank 1 sends only to itself: rank
+// 0 gets nothing of it.
+const int32_t num_recv_tokens[kRanks][kRanks + 1] = {{1, 0, 1}, {2, 1, 3}};
+const int32_t seq_len[kRanks][2] = {{1, 2}, {0, 1}};
 const int32_t dst_rank[kRanks][2] = {{0, 1}, {0, 1}};
-const int32_t dst_offset[kRanks][2] = {{0, 0}, {0, 1}};
+const int32_t dst_offset[kRanks][2] = {{0, 0}, {0, 2}};
 
 alignas(256) char channels[kRanks][kChannelBytes];
 alignas(256) char local[kRanks * kLocalBytes];
@@ -35,7 +37,7 @@ ErrorRecord errors[kRanks];
 
 union Scratch {
   PlanScratch plan;
-  PushScratch push;
+  PushTakeScratch push;
   MeetScratch meet;
   UnpackScratch unpack;
   SumScratch sum;
@@ -160,7 +162,8 @@ class Thread {
     });
     if (call_.is_dispatch) {
       Launch(kBlocks, [=](const Block& b, const Rank& rank, Scratch* s) {
-        Push(b, rank, &s->push);
+        if (!HoldsAllRanks(rank.call)) return RunPushTake(b, rank, &s->push);
+        Push(b, rank, &s->push.push);
         SignalLast(b, rank, is_last);
       });
     } else if (!HoldsAllRanks(call_)) {
@@ -197,9 +200,10 @@ class Thread {
     int rank, row;
   };
   void Check(int n) {
-    constexpr From kDispatched[kRanks][kCapacity] = {{{0, 0}, {-1, 0}, {-1, 0}},
-                                                     {{0, 1}, {1, 0}, {-1, 0}}};
-    constexpr From kCombined[kRanks][kTokens] = {{{0, 0}, {1, 0}}, {{1, 1}, {-1, 0}}};
+    constexpr From kDispatched[kRanks][kCapacity] = {{{0, 0}, {-1, 0}, {-1, 0}, {-1, 0}},
+                                                     {{0, 1}, {0, 2}, {1, 0}, {-1, 0}}};
+    constexpr From kCombined[kRanks][kTokens] = {{{0, 0}, {1, 0}, {1, 1}},
+                                                 {{1, 2}, {-1, 0}, {-1, 0}}};
     for (int row = 0; row < (call_.is_dispatch ? kCapacity : kTokens); ++row) {
       const From from = call_.is_dispatch ? kDispatched[rank_][row] : kCombined[rank_][row];
       for (int w = 0; w < kWords; ++w) {
