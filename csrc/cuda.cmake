@@ -41,6 +41,7 @@ nanobind_add_module(_cuda STABLE_ABI NB_STATIC
   csrc/ffi/cuda/gemm.cc
   csrc/ffi/cuda/gemm_call.cc
   csrc/ffi/cuda/module.cc
+  csrc/ffi/cuda/nccl_window.cc
   csrc/ffi/dispatch_call.cc
   csrc/ffi/gemm_call.cc)
 target_include_directories(_cuda SYSTEM PRIVATE "${JAXLIB_INCLUDE_DIR}")

@@ -24,6 +24,7 @@ struct Target {
   XLA_FFI_Handler* execute;
   XLA_FFI_Handler* initialize = nullptr;   // in every execution, before the program runs
   XLA_FFI_Handler* instantiate = nullptr;  // once per program
+  XLA_FFI_Handler* prepare = nullptr;      // before that: what the call needs of XLA
 };
 
 // A handler of this function, whose operands `kBind` binds.

@@ -20,6 +20,7 @@ inline void BindTargets(nanobind::module_& m, std::vector<std::vector<Target>> a
           for (const Target& target : of_file) {
             nanobind::dict stages;
             for (const auto& [stage, handler] : {std::pair{"instantiate", target.instantiate},
+                                                 {"prepare", target.prepare},
                                                  {"initialize", target.initialize},
                                                  {"execute", target.execute}}) {
               if (handler == nullptr) continue;

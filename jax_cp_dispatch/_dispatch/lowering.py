@@ -24,6 +24,7 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import call_site, rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack, why_slab_is_full
 from jax_cp_dispatch._ranks.implementations import (
+    NCCL_WINDOW,
     NVSHMEM,
     ON_CPU,
     ON_GPU,
@@ -83,9 +84,11 @@ def _custom_call(
         **comm.attributes(),
         **ranks,
     }
-    if choice is None or choice.implementation in ON_GPU:
+    if choice is None or choice.implementation.platform == "cuda":
         attributes["num_comm_sm"] = np.int64(min(exchange.num_comm_sm or _ALL, _MOST_SMS))
     target = runtime.DISPATCH_TARGET if exchange.sums is None else runtime.COMBINE_TARGET
+    if choice is not None and choice.implementation is NCCL_WINDOW:
+        target += "_window"
 
     def call(*operands: Any) -> list[Any]:
         fields, arrays, further = exchange.split(operands)
@@ -379,7 +382,7 @@ def _sharding_rule(exchange: Exchange, avals_in: Sequence[Any], avals_out: Seque
     return f"{', '.join(operands)} -> {', '.join(results)}", tuple(whole), sizes
 
 
-register_lowering(Operation.EXCHANGE, _lower_by_call, on=[*ON_CPU, *ON_GPU])
+register_lowering(Operation.EXCHANGE, _lower_by_call, on=[*ON_CPU, *ON_GPU, NCCL_WINDOW])
 register_lowering(Operation.EXCHANGE, xla.lower_by_xla, on=[XLA])
 
 
@@ -395,13 +398,13 @@ def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
         opened = functools.partial(_on_every_device, exchange=exchange)
         return lower_opened(opened, ctx, *operands)
     choice = choose(ctx, exchange.op, exchange.comm, on_one_device=exchange.is_global)
-    if choice.implementation in ON_GPU:
+    if choice.implementation.platform == "cuda":
         sent = exchange.split(ctx.avals_in)[1]
         if missing := _what_gpus_lack(ctx, exchange, choice, sent):
             choice = fall_back(choice, exchange.op, comm, missing)
     if exchange.is_global:
         here = functools.partial(xla.move_by_xla, exchange, False)
-        if choice.implementation in ON_GPU:
+        if choice.implementation.platform == "cuda":
             here = _custom_call(ctx, exchange, None)
         return _lower_partitioned(ctx, *operands, exchange=exchange, on_one_device=here)
     rule = choice.implementation.lowerings[Operation.EXCHANGE]

@@ -180,10 +180,13 @@ def call_site_attributes(
     }
 
 
-def mesh_groups(mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str]) -> Groups | None:
+def mesh_groups(
+    mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str], *, are_numbered: bool = False
+) -> Groups | None:
     """Returns the devices of the ranks on a mesh, or on the one that is set if it is None.
 
-    None if the devices of the mesh are unknown; () for a call without ranks.
+    Or, if `are_numbered`, the numbers of the devices in the mesh. None if the devices of the mesh
+    are unknown; () for a call without ranks.
     """
     if not axis_names:
         return ()
@@ -195,6 +198,7 @@ def mesh_groups(mesh: Any, axis_names: Sequence[str], group_axes: Sequence[str])
         return None
     order = [*group_axes, *axis_names]
     order += [name for name in found.axis_names if name not in order]  # of one device each
-    devices = found.devices.transpose([found.axis_names.index(name) for name in order])
+    devices = np.arange(found.size).reshape(found.devices.shape) if are_numbered else found.devices
+    devices = devices.transpose([found.axis_names.index(name) for name in order])
     num_groups = int(np.prod([found.shape[name] for name in group_axes], dtype=int))
     return tuple(map(tuple, devices.reshape(num_groups, -1)))

@@ -16,7 +16,13 @@ import jax
 import numpy as np
 
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import Communicator, Groups, call_site, deadline_ms
+from jax_cp_dispatch._ranks.communicator import (
+    Communicator,
+    Groups,
+    call_site,
+    deadline_ms,
+    mesh_groups,
+)
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
 
@@ -39,8 +45,8 @@ class Slabs(NamedTuple):
     transport: str  # "cuda_ipc" or "nvshmem"
     bases: list[int]  # the address of each here; this process's own where it is not mapped
     memory_groups: list[int]  # of each process; those of one group map each other's slabs
-    network: str = ""  # by which groups reach each other, in words
     fixed_bytes: int = 0  # of a slab that cannot grow
+    network: str = ""  # by which groups reach each other, in words
 
     def reach(self, processes: Iterable[int]) -> bool:
         """Whether these processes exchange through the slabs; the same answer in all of them."""
@@ -701,6 +707,20 @@ def gpu_attributes(
         "site": np.int64(call_site(ctx, comm)),
         "deadline_ms": np.int64(deadline_ms(comm.deadline, on_gpus=True)),
     }
+
+
+def window_attributes(
+    ctx: Any, comm: Communicator, groups: Groups | None, what: str
+) -> dict[str, Any]:
+    """Returns the attributes of a custom call through windows of NCCL.
+
+    XLA names the devices of a program by their numbers in it, which are those in its mesh.
+    """
+    attributes = gpu_attributes("window", ctx, comm, groups, what)
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    numbers = mesh_groups(mesh, comm.axis_names, comm.group_axes, are_numbered=True)
+    numbers = numbers or range(len(attributes["device_table"]))  # of the default mesh
+    return {**attributes, "partitions": np.array(numbers, np.int64).reshape(-1)}
 
 
 def what_pointers_lack(ctx: Any, comm: Communicator, groups: Groups | None) -> str | None:

@@ -15,6 +15,7 @@ from jax_cp_dispatch._ranks.gpu import (
     connected_slabs,
     gpu_attributes,
     why_gpus_do_not_meet,
+    window_attributes,
 )
 from jax_cp_dispatch._ranks.job import refuse_here
 from jax_cp_dispatch._ranks.processes import share_memory, transport_choice
@@ -40,7 +41,8 @@ class Implementation:
       platform: the platform whose devices it serves; None: all.
       is_collectives: whether XLA's collectives move the data; code that has such collectives of its
         own uses them instead of a dispatch.
-      spans_processes: whether ranks of one group may be in several processes.
+      spans_processes: whether ranks of one group may be in several processes; None: in any number.
+      is_chosen: whether it may be chosen where the caller names none; if not, it has not yet run.
       why_unreached: from the devices of the ranks, in as many processes as it serves, why it does
         not reach all of them, or None.
       serves: what it serves, as text, if it is available.
@@ -53,8 +55,9 @@ class Implementation:
 
     name: str
     platform: str | None
-    spans_processes: bool
+    spans_processes: bool | None
     is_collectives: bool = False
+    is_chosen: bool = True
     why_unreached: Callable[[Groups], str | None] = lambda groups: None
     serves: Callable[[], str]
     remedy: str
@@ -78,7 +81,7 @@ class Implementation:
         if self.spans_processes and jax.process_count() == 1:
             return "there is one process"
         groups = (tuple(jax.devices()),) if groups is None else groups
-        for group in groups if not self.spans_processes and jax.process_count() > 1 else ():
+        for group in groups if self.spans_processes is False and jax.process_count() > 1 else ():
             processes = process_numbers(group)
             if len(processes) > 1:
                 named = ", ".join(map(str, processes[:4])) + (", ..." if len(processes) > 4 else "")
@@ -198,6 +201,27 @@ CUDA_IPC = Implementation(
 ON_GPU = (CUDA_PEER, NVSHMEM, CUDA_IPC)
 
 
+# ---- The same, through windows of NCCL on XLA's communicator. Has not run on a GPU.
+
+
+def _why_no_window(groups: Groups) -> str | None:
+    if why := runtime.why_no_communicators():
+        return why
+    return runtime.why_no_nccl() or _why_too_many(groups)
+
+
+NCCL_WINDOW = Implementation(
+    name="nccl_window",
+    platform="cuda",
+    spans_processes=None,
+    is_chosen=False,
+    why_unreached=_why_no_window,
+    serves=lambda: "exchanges between GPUs that NVLink connects; not yet run on a GPU",
+    remedy="Pass another implementation, such as 'xla'.",
+    rank_attributes=window_attributes,
+)
+
+
 XLA = Implementation(
     name="xla",
     platform=None,
@@ -211,7 +235,7 @@ XLA = Implementation(
     rank_attributes=lambda *_: {},  # without a custom call
 )
 
-IMPLEMENTATIONS = {row.name: row for row in (*ON_CPU, *ON_GPU, XLA)}
+IMPLEMENTATIONS = {row.name: row for row in (*ON_CPU, *ON_GPU, NCCL_WINDOW, XLA)}
 """By name, preferred ones first. The last one serves every program."""
 
 
@@ -266,10 +290,10 @@ def check_implementation(op: str, wanted: Any) -> None:
     """Rejects an unknown implementation, and every call that `refuse_here` rejects."""
     refuse_here(op)
     if wanted is not None and wanted not in IMPLEMENTATIONS:
+        on_gpus = ", ".join(repr(row.name) for row in (*ON_GPU, NCCL_WINDOW))
         raise ValueError(
             f"{op}: implementation is {wanted!r}; it needs to be 'in_process', 'shared_memory' "
-            f"or 'xla', on GPUs {', '.join(repr(row.name) for row in ON_GPU)}, or None. See "
-            "available_implementations()."
+            f"or 'xla', on GPUs {on_gpus}, or None. See available_implementations()."
         )
 
 
@@ -286,7 +310,8 @@ def choose_implementation(
         if missing := row.why_not(platforms, groups):
             row.refuse(op, missing)
         return row
-    row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, groups) is None)
+    rows = IMPLEMENTATIONS.values()
+    row = next(r for r in rows if r.is_chosen and r.why_not(platforms, groups) is None)
     if row is XLA:
         # The reason that says most is that of a transport for as many processes as a group has.
         rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
@@ -307,5 +332,6 @@ def moves_beside_work(wanted: str | None) -> bool:
     row = IMPLEMENTATIONS.get(wanted or "")
     if row is None:
         platforms = [program_platform()]
-        row = next(r for r in IMPLEMENTATIONS.values() if r.why_not(platforms, None) is None)
+        rows = IMPLEMENTATIONS.values()
+        row = next(r for r in rows if r.is_chosen and r.why_not(platforms, None) is None)
     return row in ON_GPU

@@ -161,6 +161,24 @@ def open_cublaslt() -> str:
     return library
 
 
+def why_no_communicators() -> str:
+    """Returns why the installed XLA hands out no communicators to custom calls, or ""."""
+    found = jaxlib.version.__version__
+    if _version(found) >= (0, 11, 2):
+        return ""
+    return f"jaxlib {found} hands out no communicators, which needs 0.11.2 or newer"
+
+
+@functools.cache
+def why_no_nccl() -> str:
+    """Returns why windows of NCCL cannot be used on the GPUs here, or ""; "" without GPUs."""
+    if cuda is None or cuda.device_count()[0] == 0:
+        return ""  # a program for another machine
+    if library := _in_wheels(("nvidia.nccl", "lib/libnccl.so.2")):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # found by its name from now on
+    return cuda.why_no_nccl()
+
+
 def load_nvshmem() -> tuple[Any, str]:
     """Returns the extension for NVSHMEM and ""; or None and the reason. Does not start NVSHMEM."""
     if importlib.util.find_spec("jax_cp_dispatch._nvshmem") is None:

@@ -23,6 +23,7 @@ from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import AxisName, Communicator
 from jax_cp_dispatch._ranks.implementations import (
+    NCCL_WINDOW,
     ON_CPU,
     ON_GPU,
     XLA,
@@ -565,7 +566,7 @@ def _lower_groups_by_xla(ctx, *operands, call: GemmCall, **_):
 
 
 register_lowering(Operation.GROUPED_GEMM, _lower_groups_on_cpu, on=ON_CPU)
-register_lowering(Operation.GROUPED_GEMM, _lower_groups_on_gpu, on=ON_GPU)
+register_lowering(Operation.GROUPED_GEMM, _lower_groups_on_gpu, on=[*ON_GPU, NCCL_WINDOW])
 register_lowering(Operation.GROUPED_GEMM, _lower_groups_by_xla, on=[XLA])
 
 

@@ -21,6 +21,7 @@ from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator, rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
 from jax_cp_dispatch._ranks.implementations import (
+    NCCL_WINDOW,
     ON_CPU,
     ON_GPU,
     XLA,
@@ -458,7 +459,9 @@ def _lower_on_gpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
     """Lowers a call, or leaves it to XLA."""
     operands = jax.tree.unflatten(tree, ctx.avals_in)
     missing = _what_gpus_lack(call, operands)
-    if missing is None and call.comm.axis_names:
+    if choice.implementation is NCCL_WINDOW:
+        missing = "windows of NCCL hold the rows of exchanges, not the chunks of products"
+    elif missing is None and call.comm.axis_names:
         unmapped = what_pointers_lack(ctx, call.comm, choice.groups)
         missing = unmapped and f"{unmapped}, and products overlap through mapped memory"
     params: Any = {"call": call, "tree": tree, "results": results}
@@ -639,5 +642,5 @@ def _ring_rows(call: GemmCall):
 
 
 register_lowering(Operation.GEMM, _lower_on_cpu, on=ON_CPU)
-register_lowering(Operation.GEMM, _lower_on_gpu, on=ON_GPU)
+register_lowering(Operation.GEMM, _lower_on_gpu, on=[*ON_GPU, NCCL_WINDOW])
 register_lowering(Operation.GEMM, _lower_by_xla, on=[XLA])

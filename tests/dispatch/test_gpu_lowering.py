@@ -3,6 +3,7 @@
 No GPU is needed: attributes of the custom calls, and errors. Nothing runs on GPUs.
 """
 
+import functools
 import itertools
 import pathlib
 import re
@@ -102,7 +103,7 @@ def is_refused(why, *places, name="cuda_peer", **options):
 
 def test_available_implementations_have_names_and_reasons():
     found = cp.available_implementations()
-    gpus = ["cuda_peer", "nvshmem", "cuda_ipc"]
+    gpus = ["cuda_peer", "nvshmem", "cuda_ipc", "nccl_window"]
     assert list(found) == ["in_process", "shared_memory", *gpus, "xla"]
     assert [name for name, one in found.items() if one.available] == ["in_process", "xla"]
     assert found["nvshmem"].reason == "the platform is 'cpu', but it serves NVIDIA GPUs"
@@ -144,12 +145,14 @@ def test_a_platform_without_a_transport():
 @pytest.mark.parametrize(
     "name, platform, why",
     [
-        *((name, "cpu", "platform is 'cpu'") for name in ("cuda_peer", "cuda_ipc", "nvshmem")),
+        *((name, "cpu", "platform is 'cpu'") for name in ("cuda_peer", "nccl_window", "nvshmem")),
+        ("nccl_window", "cuda", "jaxlib 0.11.1 hands out no communicators, which needs 0.11.2 or"),
         ("in_process", "cuda", "the platform is 'cuda', but it serves CPU dev"),
         *((name, "cuda", "there is one process") for name in ("cuda_ipc", "nvshmem")),
     ],
 )
-def test_transports_that_cannot_serve(name, platform, why):
+def test_transports_that_cannot_serve(name, platform, why, monkeypatch):
+    monkeypatch.setattr(runtime.jaxlib.version, "__version__", "0.11.1")
     call = jax.jit(on_ranks(lambda x, m: send(x, m, implementation=name), mesh_of(W)))
     with pytest.raises(NotImplementedError, match=f"'{name}' cannot .*{why}"):
         call.trace(X, PLAN).lower(lowering_platforms=(platform,))
@@ -192,17 +195,57 @@ def test_a_call_names_the_gpu_of_every_rank(place):
     assert device_table_in(attributes) == devices
 
 
+@pytest.fixture
+def with_communicators(monkeypatch):
+    """Pretends that XLA hands them out."""
+    monkeypatch.setattr(runtime.jaxlib.version, "__version__", "0.12.0.1")
+
+
+@pytest.mark.usefixtures("with_communicators")
+@pytest.mark.parametrize(
+    "mesh, partitions",
+    [(mesh_of(W, ORDER), range(W)), (GROUPS, range(2 * W)), (MAJOR, [0, 2, 4, 6, 1, 3, 5, 7])],
+)
+def test_a_call_through_windows_names_ranks_by_their_numbers_in_the_program(mesh, partitions):
+    """In one call, also for a start, and not unless it is asked for."""
+    run = functools.partial(send, implementation="nccl_window")
+    ((target, rest),) = calls(lowered(on_ranks(run, mesh), X, PLAN))
+    assert target == "dispatch_window" and 'memory = "window"' in rest
+    (found,) = re.findall(r"partitions = dense<(.*?)> : tensor<\d+xi64>", rest)
+    assert [int(n) for n in re.findall(r"\d+", found)] == list(partitions)
+    assert targets(on_ranks(send, mesh), X, PLAN) == ["dispatch"]
+    squares = lambda x, m: (on_ranks(run, mesh)(x, m) ** 2).sum()
+    assert targets(jax.grad(squares), X, PLAN) == ["dispatch_window", "combine_window"]
+    options: Any = {"axis_name": AXIS, "capacity": CAPACITY, "implementation": "nccl_window"}
+    whole = lambda x, m: cp.exchange_done(cp.dispatch_start(x, m, **options)[0])[0]
+    assert targets(on_ranks(whole, mesh), X, PLAN) == ["dispatch_window"]
+    assert targets(run, X, PLAN) == ["dispatch"]  # one device has all ranks
+
+
+@pytest.mark.usefixtures("with_communicators")
+def test_what_windows_do_not_serve(cuda, monkeypatch):
+    product = lambda x: cp.all_gather_matmul(x, x.T, axis_name=AXIS, implementation="nccl_window")
+    with pytest.raises(NotImplementedError, match=r"'nccl_window' cannot .*not the chunks of prod"):
+        lowered(on_ranks(product, mesh_of(W)), X)
+    cuda.device_count, cuda.why_no_nccl = lambda: (8, ""), lambda: "NCCL is too old"
+    monkeypatch.setattr(runtime, "why_no_nccl", runtime.why_no_nccl.__wrapped__)
+    with pytest.raises(NotImplementedError, match=r"'nccl_window' cannot .*NCCL is too old"):
+        lowered_on_ranks(implementation="nccl_window")
+
+
 def test_donated_storage_of_one_device():
     into = lambda x, m, out: send(x, m, out=out)
     ((_, attributes),) = calls(lowered(into, X, PLAN, np.zeros((W * CAPACITY, 3), np.float32)))
     assert "output_operand_alias" in attributes
 
 
-def test_the_handler_reads_every_attribute():
+@pytest.mark.usefixtures("with_communicators")
+@pytest.mark.parametrize("name, more", [("cuda_peer", ()), ("nccl_window", ("nccl_window.h",))])
+def test_the_handler_reads_every_attribute(name, more):
     names = ("common.cc", "dispatch_call.cc", "cuda/dispatch_call.cc")
-    sources = [ROOT / "csrc/ffi" / name for name in names]
+    sources = [ROOT / "csrc/ffi" / name for name in (*names, *(f"cuda/{one}" for one in more))]
     read = [name for path in sources for name in re.findall(r'Read\("(\w+)"', path.read_text())]
-    ((_, rest),) = calls(lowered(on_ranks(send, mesh_of(W)), X, PLAN))
+    ((_, rest),) = calls(lowered_on_ranks(implementation=name))
     attributes = re.findall(r"(\w+) = ", rest.split("mhlo.backend_config = {")[1].split("}")[0])
     assert sorted(attributes) == sorted(read)
 

@@ -60,6 +60,7 @@ Target BetweenGpus(const char* name) {
 std::vector<Target> CudaAttentionTargets();
 std::vector<Target> CudaDispatchTargets();
 std::vector<Target> CudaGemmTargets();
+std::vector<Target> NcclWindowTargets();
 
 // ---- The context of a custom call on a GPU: its device and its rank.
 

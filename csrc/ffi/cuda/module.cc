@@ -22,6 +22,7 @@
 #include "cuda/overlap_queues.h"
 #include "cuda/slab.h"
 #include "ffi/cuda/handlers.h"
+#include "ffi/cuda/nccl_window.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/stl/pair.h"
 #include "nanobind/stl/string.h"
@@ -259,8 +260,8 @@ nb::tuple Versions() {
 NB_MODULE(_cuda, m) {
   using cpd::ChannelRegistry;
   m.doc() = "XLA FFI handlers on GPUs, and the memory in which their ranks meet.";
-  cpd::BindTargets(
-      m, {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(), cpd::CudaGemmTargets()});
+  cpd::BindTargets(m, {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(),
+                       cpd::CudaGemmTargets(), cpd::NcclWindowTargets()});
   cpd::BindSpans<cpd::GpuSpans>(m);
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("attention_memory", &cpd::BlockMemory,
@@ -268,6 +269,9 @@ NB_MODULE(_cuda, m) {
   m.def("why_no_kernels", &cpd::WhyNoKernels, nb::arg("device"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Returns why a GPU cannot run the package's kernels; '': it can.");
+  m.def(
+      "why_no_nccl", [] { return cpd::window::Nccl::Get().why_not; },
+      "Returns why windows of NCCL cannot be used, or ''.");
   m.def("versions", &cpd::Versions, "CUDA (of the driver, of the runtime): 13000 is 13.0.");
   m.def("set_process", [](int64_t process, std::vector<int64_t> ordinals) {
     ChannelRegistry::Get().SetProcess(process, std::move(ordinals));
@@ -277,7 +281,14 @@ NB_MODULE(_cuda, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def("restore_buffer", [](int64_t id) { ChannelRegistry::Get().Restore(id); });
   m.def(
-      "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
+      "take_errors",
+      [] {
+        std::vector<std::string> errors = ChannelRegistry::Get().TakeErrors();
+        for (std::string& error : cpd::window::Channels::Get().TakeErrors()) {
+          errors.push_back(std::move(error));
+        }
+        return errors;
+      },
       "Returns the errors that no call has reported yet.");
   m.def(
       "waiting_ranks",
