@@ -243,8 +243,8 @@ struct Job {
     int32_t rank = r, group = 1;
     Write(r, &rank, &group, &frame);
     return frame.Run(&api,
-                     stage == kRequest ? stages.request
-                     : stage == kMake  ? stages.prepare
+                     stage == kRequest ? stages.prepare
+                     : stage == kMake  ? stages.initialize
                                        : stages.execute,
                      stage, &calls[r]);
   }
