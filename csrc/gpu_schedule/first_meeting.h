@@ -27,24 +27,33 @@ namespace cpd {
 class FirstMeeting {
  public:
   struct Arrival {
-    std::string op;
-    int64_t run_id;                // the same on all GPUs of one execution
-    std::vector<int64_t> devices;  // of all ranks of the group, in order
-    std::vector<int> local_ranks;  // those of this process
-    int rank;                      // of the GPU that arrives
+    const std::string& op;
+    int64_t run_id;  // the same on all GPUs of one execution
+    // Of all ranks of the group, in order: process << 16 | GPU.
+    const std::vector<int64_t>& devices;
+    int rank;  // of the GPU that arrives
     std::chrono::milliseconds deadline;
+
+    // Whether a rank is in the process of the one that arrives.
+    bool IsLocal(size_t other) const { return devices[other] >> 16 == devices[rank] >> 16; }
+    size_t NumLocal() const {
+      size_t num = 0;
+      for (size_t other = 0; other < devices.size(); ++other) num += IsLocal(other);
+      return num;
+    }
   };
 
   // Returns when all local ranks of the group have arrived, in this execution or an earlier one;
   // fails if they do not come by the deadline, or one of them cannot. After a missed deadline all
   // later arrivals fail, also those of the late rank.
   Status Arrive(const Arrival& arrival) {
-    if (arrival.local_ranks.size() < 2) return Status::Ok();
+    const size_t num_local = arrival.NumLocal();
+    if (num_local < 2) return Status::Ok();
     std::unique_lock<std::mutex> lock(mutex_);
     Group& group = groups_[arrival.devices];
     if (group.is_open || !group.failure.ok()) return group.failure;
     group.arrived.insert(arrival.rank);
-    if (group.arrived.size() == arrival.local_ranks.size()) {
+    if (group.arrived.size() == num_local) {
       group.is_open = true;
       changed_.notify_all();
     }
@@ -87,14 +96,16 @@ class FirstMeeting {
   }
 
   static Status WhyLate(const Arrival& arrival, const std::set<int>& arrived) {
-    std::vector<bool> has_come(arrival.devices.size(), true);  // ranks of other processes
-    for (const int rank : arrival.local_ranks) has_come[rank] = arrived.count(rank) > 0;
+    std::vector<bool> has_come(arrival.devices.size());
+    for (size_t rank = 0; rank < has_come.size(); ++rank) {
+      has_come[rank] = !arrival.IsLocal(rank) || arrived.count(static_cast<int>(rank)) > 0;
+    }
     return Status::Of(
         StatusCode::kDeadlineExceeded, arrival.op, ": rank ", arrival.rank, " waited ",
         arrival.deadline.count(),
         " ms for the other GPUs of this process to begin the program: "
         "expected ",
-        arrival.local_ranks.size(), " ranks, seen ", arrived.size(), ", missing ranks ",
+        arrival.NumLocal(), " ranks, seen ", arrived.size(), ", missing ranks ",
         RankList(has_come, false),
         ". Such a GPU still loads the program, or its thread runs another one. All GPUs of a group "
         "must run the same programs in the same order; restart the program.");

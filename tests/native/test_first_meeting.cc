@@ -15,33 +15,26 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kNever{1'000'000};  // longer than any test
 
-// A call of one program by groups of ranks, as its GPUs run it.
+// A call of one program by groups of ranks, as its GPUs run it. The last ranks of each group are in
+// other processes.
 struct Program {
-  FirstMeeting meeting;
-  std::vector<int64_t> devices;  // of the ranks of one group
-  std::vector<int> local_ranks;
+  int num_ranks, num_local;
   milliseconds deadline = kNever;
+  FirstMeeting meeting = {};
 
-  static std::vector<int> RanksTo(int end) {
-    std::vector<int> ranks;
-    for (int rank = 0; rank < end; ++rank) ranks.push_back(rank);
-    return ranks;
-  }
-
-  explicit Program(int num_ranks, int num_local)
-      : devices(num_ranks), local_ranks(RanksTo(num_local)) {}
-
-  Status Execute(int rank, int64_t run_id = 1, int64_t group = 0) {
-    std::vector<int64_t> own = devices;
-    own[0] = group;
-    return meeting.Arrive({"dispatch", run_id, own, local_ranks, rank, deadline});
+  Status Execute(int rank, int64_t run_id = 1, int group = 0) {
+    std::vector<int64_t> devices;
+    for (int r = 0; r < num_ranks; ++r) {
+      devices.push_back((r < num_local ? 0 : r) << 16 | (group * num_ranks + r));
+    }
+    return meeting.Arrive({"dispatch", run_id, devices, rank, deadline});
   }
 };
 
 // One GPU takes long to initialize. None executes before it has ended. Later runs do not wait.
 void NoneExecutesBeforeAllAreInitialized() {
   constexpr int kRanks = 8;
-  Program program(kRanks, kRanks);
+  Program program{kRanks, kRanks};
   std::atomic<int> num_initialized{0};
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -58,19 +51,18 @@ void NoneExecutesBeforeAllAreInitialized() {
 
 // Ranks wait neither for other groups nor for other processes.
 void OnlyLocalRanksOfTheGroupAreAwaited() {
-  Program program(4, 2);
+  Program program{4, 2};
   std::thread waits([&] { CHECK(program.Execute(0, 1, /*group=*/1).ok()); });
   std::thread other([&] { CHECK(program.Execute(1, 1, /*group=*/0).ok()); });
   CHECK(program.Execute(0, 1, /*group=*/0).ok());
   other.join();
   CHECK(program.Execute(1, /*run_id=*/2, /*group=*/1).ok());  // two executions in flight
   waits.join();
-  CHECK(Program(4, 1).Execute(0).ok());
+  CHECK((Program{4, 1}.Execute(0).ok()));
 }
 
 void AMissingRankIsNamed() {
-  Program program(4, 3);
-  program.deadline = milliseconds(20);
+  Program program{4, 3, milliseconds(20)};
   std::vector<Status> found(2);
   std::thread other([&] { found[1] = program.Execute(2); });
   found[0] = program.Execute(0);
@@ -86,7 +78,7 @@ void AMissingRankIsNamed() {
 
 // A GPU that fails while it initializes fails this execution on all of them, not the next one.
 void ARefusalEndsTheExecution() {
-  Program program(2, 2);
+  Program program{2, 2};
   std::thread waits([&] { CHECK(Contains(program.Execute(0, /*run_id=*/7), "no memory")); });
   program.meeting.Refuse(7, Status::Internal("no memory"));
   waits.join();

@@ -76,15 +76,8 @@ struct StageOnDevice {
   // program.
   Status Meet(const std::string& op, const RankLocation& location,
               std::chrono::milliseconds deadline) const {
-    std::vector<int> local_ranks;
-    const std::vector<int64_t> processes = location.processes();
-    for (size_t rank = 0; rank < processes.size() && !location.on_one_device; ++rank) {
-      if (processes[rank] == processes[location.rank]) {
-        local_ranks.push_back(static_cast<int>(rank));
-      }
-    }
-    return meeting->Arrive(
-        {op, run_id, location.devices, std::move(local_ranks), location.rank, deadline});
+    if (location.on_one_device) return Status::Ok();
+    return meeting->Arrive({op, run_id, location.devices, location.rank, deadline});
   }
 
   // The status of this stage. If it failed, GPUs that wait for this one fail too.
