@@ -14,7 +14,9 @@ from jax_cp_dispatch._ranks.gpu import (
     connected_gpus,
     connected_slabs,
     gpu_attributes,
+    gpus_here,
     why_gpus_do_not_meet,
+    why_no_kernels,
     window_attributes,
 )
 from jax_cp_dispatch._ranks.job import refuse_here
@@ -207,7 +209,7 @@ ON_GPU = (CUDA_PEER, NVSHMEM, CUDA_IPC)
 def _why_no_window(groups: Groups) -> str | None:
     if why := runtime.why_no_communicators():
         return why
-    return runtime.why_no_nccl() or _why_too_many(groups)
+    return runtime.why_no_nccl() or _why_too_many(groups) or why_no_kernels(gpus_here()) or None
 
 
 NCCL_WINDOW = Implementation(

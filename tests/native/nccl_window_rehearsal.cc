@@ -320,6 +320,7 @@ struct Job {
     frame->Add("device_table", devices);
     frame->Add("memory", memory);
     frame->Add("num_comm_sm", int64_t{0});
+    frame->Add("site", int64_t{3});
     frame->Add("partitions", partitions);
   }
 };

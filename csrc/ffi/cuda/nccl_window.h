@@ -416,7 +416,7 @@ Status Move(Direction direction, const Stage& at, const int32_t* rank_operand,
   const int64_t bytes = kernels::LayOutChannel(&call);
   kernels::LayOutLocal(&call);
   const std::string layout = LayoutOf(call, location.devices);
-  call.program = HashOf(layout);
+  call.program = kernels::ProgramWord(HashOf(layout), options.site);
   std::string key = layout;
   const auto add = [&](uint64_t number) { key += std::to_string(number) + "/"; };
   std::for_each(options.call.buffer.begin(), options.call.buffer.end(), add);
