@@ -57,6 +57,7 @@ steps=$out/steps.tsv
 : >"$steps"
 [ "$mode" = build ] || "$python" benchmarks/gpu_machine.py found | tee -a "$report"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 JAX_CP_DISPATCH_REQUIRE_GPU=1
+export JAX_CP_DISPATCH_DEADLINE=${JAX_CP_DISPATCH_DEADLINE:-300}  # a missing rank is named before a limit ends the step
 export JAX_CP_DISPATCH_TEST_LIMIT=40   # seconds of a test
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/build/gpu_report_cache}
 command -v nvcc >/dev/null || export PATH=$PATH:/usr/local/cuda/bin
