@@ -1,6 +1,7 @@
 """Connects GPUs of several processes, names missing ranks, raises errors that GPUs report late."""
 
-from jax_cp_dispatch._ranks.gpu import GpuWorld, WaitingCall, connect_gpus, waiting_calls
+from jax_cp_dispatch._ranks.gpu import GpuWorld, connect_gpus
+from jax_cp_dispatch._ranks.gpu_waits import WaitingCall, waiting_calls
 from jax_cp_dispatch._ranks.runtime import check_before_save, raise_gpu_errors
 
 __all__ = [

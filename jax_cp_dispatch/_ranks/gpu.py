@@ -1,12 +1,9 @@
 """Connects the GPUs of several processes, and says how programs over all of them exchange."""
 
-import atexit
 import functools
 import os
 import pathlib
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,6 +20,7 @@ from jax_cp_dispatch._ranks.communicator import (
     deadline_ms,
     mesh_groups,
 )
+from jax_cp_dispatch._ranks.gpu_waits import first_calls, start_watch
 from jax_cp_dispatch._ranks.job import publish, publish_and_read_all, read_from
 from jax_cp_dispatch._ranks.nvshmem_trial import why_nvshmem_ends
 
@@ -408,18 +406,18 @@ def _agree(
     publish("channel", name, message, may_repeat=True)
     try:
         for process in sorted(set(processes)):
-            _first_calls[name] = process
+            first_calls[name] = process
             left = max(0.001, end - time.monotonic())
             found[process] = read_from("channel", name, process, left)
     except RuntimeError:
-        missing, seconds = _first_calls[name], milliseconds / 1000
+        missing, seconds = first_calls[name], milliseconds / 1000
         return [], (
             f"process {missing} did not come to this call within {seconds:g} s, three deadlines, "
             "which a first call has. It runs another program, has ended, or is slower; pass a "
             "longer deadline."
         )
     finally:
-        _first_calls.pop(name, None)
+        first_calls.pop(name, None)
     return [found[process] for process in processes], ""
 
 
@@ -441,125 +439,6 @@ def _local_gpus() -> list[Any]:
 def _host() -> str:
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot}"
-
-
-# ---- Who is missing where a GPU waits, said after a minute.
-
-
-class WaitingCall(NamedTuple):
-    """A call that GPUs of this process have begun, and that waits for other ranks.
-
-    Attributes:
-      op: the function that was called, and its axis.
-      call: its number on its channel; 0 if the processes still agree on the channel.
-      ranks: of this process, that wait.
-      missing: ranks that have not come to the call.
-      processes: of the missing ranks.
-      seconds: for how long this process has seen it wait.
-    """
-
-    op: str
-    call: int
-    ranks: tuple[int, ...]
-    missing: tuple[int, ...]
-    processes: tuple[int, ...]
-    seconds: float
-
-    def describe(self) -> str:
-        """Returns the text that is printed."""
-        who = f"process {self.processes[0]}"
-        if self.call:
-            others = f"ranks {list(self.missing)} (processes {list(self.processes)})"
-            who = f"{others} to come to call {self.call}"
-        return (
-            f"{self.op} has waited {self.seconds:.0f} s for {who}. They may be compiling, saving, "
-            "or in a debugger; after the deadline, or if one has ended, the call fails. See "
-            "jax_cp_dispatch.gpu.waiting_calls()."
-        )
-
-
-class WaitLog:
-    """For how long calls have waited, and what to print: after 1, 10, 100, ... minutes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[Any, float] = {}
-        self._printed_at: dict[Any, float] = {}
-
-    def update(self, found: Iterable[tuple], now: float) -> list[WaitingCall]:
-        """Returns the calls that wait.
-
-        `found` are (channel, op, rank, call, missing ranks, their processes) of each rank that
-        waits; `now` is in seconds.
-        """
-        with self._lock:
-            of_calls: dict[Any, list[tuple]] = {}
-            for one in found:
-                of_calls.setdefault((one[0], one[3]), []).append(one)
-            self._since = {key: self._since.get(key, now) for key in of_calls}
-            return [
-                WaitingCall(
-                    op=rows[0][1],
-                    call=key[1],
-                    ranks=tuple(sorted(row[2] for row in rows if row[2] >= 0)),
-                    missing=tuple(sorted({rank for row in rows for rank in row[4]})),
-                    processes=tuple(sorted({process for row in rows for process in row[5]})),
-                    seconds=now - self._since[key],
-                )
-                for key, rows in of_calls.items()
-            ]
-
-    def due(self, found: Iterable[tuple], now: float) -> list[str]:
-        """Returns what is to be printed now; arguments as of `update`."""
-        found = list(found)
-        calls = self.update(found, now)
-        keys = dict.fromkeys((one[0], one[3]) for one in found)
-        self._printed_at = {key: self._printed_at.get(key, _FIRST_SECONDS) for key in keys}
-        texts = []
-        for key, call in zip(keys, calls, strict=True):
-            if call.seconds >= self._printed_at[key]:
-                texts.append(call.describe())
-                while call.seconds >= self._printed_at[key]:
-                    self._printed_at[key] *= 10
-        return texts
-
-
-_FIRST_SECONDS, _EVERY_SECONDS = 60.0, 10.0
-_log = WaitLog()
-_first_calls: dict[str, int] = {}  # the process for which the making of a channel waits, by name
-
-
-def _found() -> list[tuple]:
-    first = "the first call of a program on a channel"
-    makes = [(name, first, -1, 0, (), (process,)) for name, process in _first_calls.copy().items()]
-    return makes + list(runtime.cuda.waiting_ranks() if runtime.cuda is not None else ())
-
-
-def waiting_calls() -> list[WaitingCall]:
-    """Returns the calls in which GPUs of this process wait for other ranks now.
-
-    Call on any thread, at any time. A GPU that shares one hardware queue with other streams
-    (`CUDA_DEVICE_MAX_CONNECTIONS=1`) may not be readable, and is then left out. After a minute of
-    waiting, the same is printed.
-    """
-    return _log.update(_found(), time.monotonic())
-
-
-@functools.cache
-def _start_watch() -> None:
-    """Starts the thread that prints who is missing."""
-    if jax.default_backend() != "gpu":  # the program is for another machine
-        return
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(_EVERY_SECONDS):
-            for text in _log.due(_found(), time.monotonic()):
-                print(f"jax_cp_dispatch: {text}", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=watch, name="jax_cp_dispatch waits", daemon=True)
-    thread.start()
-    atexit.register(lambda: (stop.set(), thread.join(_EVERY_SECONDS)))
 
 
 # ---- The GPUs of a program's ranks: their numbers and memory, and the table for custom calls.
@@ -699,7 +578,7 @@ def gpu_attributes(
         return all_ranks_here()
     if runtime.cuda is not None:
         runtime.cuda.set_process(jax.process_index(), local_ordinals())
-        _start_watch()
+        start_watch()
     devices = [device for group in groups or _first_devices(ctx, comm) for device in group]
     return {
         "device_table": np.array([device_entry(d) for d in devices], np.int64),

@@ -8,7 +8,7 @@ from unittest import mock
 from jax_cp_dispatch import global_call  # inner: a warning comes once in a process
 from jax_cp_dispatch._door import door as door  # inner: annotations of no public function
 from jax_cp_dispatch._ranks import (  # inner: a TPU is pretended
-    gpu,  # inner: the clock of those that wait
+    gpu_waits,  # inner: the clock of those that wait
     job,  # inner: waits for minutes by default
     lowering,
     processes,
@@ -54,7 +54,7 @@ def gpus_here() -> tuple[int, str]:
 
 def wait_log() -> Any:
     """Returns a log of GPUs that wait, which takes the time as an argument."""
-    return gpu.WaitLog()
+    return gpu_waits.WaitLog()
 
 
 def num_exchanges_beside_programs() -> int:
