@@ -6,7 +6,12 @@ from view import Result, Row
 
 RULES = {
     "placed": "`place_tokens`",
-    "hybrid": "hybrid",
+    "fewest bytes": "fewest bytes",
+    "hybrid": "hybrid (Megatron)",
+    "hybrid, these costs": "hybrid, these costs",
+    "whole or zigzag": "whole or zigzag (as FlashCP)",
+    "blocks": "blocks (DCP)",
+    "whole": "whole documents",
     "zigzag": "zigzag, all ranks",
     "groups": "zigzag, fixed groups",
 }
@@ -70,9 +75,24 @@ def placement(result: Result) -> Iterator[Row]:
 
 
 def published(result: Result) -> Iterator[Row]:
-    for row in placement(result):
-        if row["method"] in RULES:
-            yield row | {"rule": RULES[row["method"]], "share": f"{row['attention_share']:.0%}"}
+    for row in result["rows"]:
+        if row["method"] not in RULES:
+            continue
+        kB = {name: row[name] / 1e3 for name in row if name.startswith(("bytes_", "most_"))}
+        text = (
+            "{step_with_links:.2f} ({work:.2f}; {bytes_inside:.1f} + {bytes_between:.1f}, "
+            "{most_inside:.1f} + {most_between:.1f})"
+        )
+        of = row | {"share": f"{row['attention_share']:.0%}"}
+        yield of | {"rule": RULES[row["method"]], "cell": text.format(**row | kB)}
+        if row["method"] == "placed":
+            mean = row["mean_exchange_s"] or 1.0
+            cell = f"{row['most_exchange_s'] / mean:.1f}, {row['least_exchange_s'] / mean:.1f}"
+            yield of | {"rule": "busiest exchange", "cell": cell}
+            yield of | {"rule": "equal work", "cell": f"{row['equal_step']:.2f}"}
+            yield of | {"rule": "ms", "cell": f"{row['plan_ms']:.0f}"}
+        elif row["method"] == "fewest bytes":
+            yield of | {"rule": "its ms", "cell": f"{row['plan_ms']:.0f}"}
 
 
 def choice(result: Result) -> Iterator[Row]:

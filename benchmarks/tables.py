@@ -194,13 +194,17 @@ VIEWS = {
     ),
     "published": View(
         "**Published rules beside placement, counted.** The step of {model[name]} by a rule, "
-        "divided by that of `place_tokens`, with the links of an H100 node; in parentheses, most "
-        "pairs of a rank over the mean, and bytes per token and layer. {model[tokens_per_rank]} "
-        "tokens per rank, medians of {batches} batches of published lengths. "
+        "divided by that of `place_tokens` with the hardware of an H100 node; in parentheses, most "
+        "pairs of a rank over the mean, and kB per token and layer, inside a node + between nodes: "
+        "of the mean rank, then the most that one sends or receives. Busiest exchange: its time "
+        "over the mean, and a bound of that; equal work: the same step if ranks had equal work and "
+        "no exchange; ms: to plan; fewest bytes: `place_tokens` without hardware. "
+        "{model[tokens_per_rank]} tokens per rank, medians of {batches} batches of published "
+        "lengths. "
         "`benchmarks/published_rules.py` has the rules and their sources; `bench_published.py` "
         "states the model of the step.",
         {"lengths, ranks, attention's share of FLOPs": "{lengths}, {world_size}, {share}"},
-        {"{rule}": "{step_with_links:.2f} ({work:.2f}; {bytes_per_token:,.0f})"},
+        {"{rule}": "{cell}"},
         shown.published,
     ),
     "choice": View(

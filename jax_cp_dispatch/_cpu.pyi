@@ -45,7 +45,9 @@ class _Problem:
     speeds: Sequence[int]
     ranks_per_node: int
     block: int
+    key_time: tuple[int, int]
     pairs: tuple[int, int, int]
+    def set_layers(self, masks: Sequence[tuple[tuple[int, int, int], int]]) -> None: ...
     def set_table(
         self, pairs_before: np.ndarray, first_key: np.ndarray, last_key: np.ndarray
     ) -> None: ...
@@ -53,13 +55,13 @@ class _Problem:
 class PlacementProblem(_Problem):
     tokens_per_rank: int
     max_received: int
-    def set_layers(self, masks: Sequence[tuple[tuple[int, int, int], int]]) -> None: ...
 
 class QueryProblem(_Problem):
     columns: Sequence[int]
     columns_per_rank: int
     query_cost: int
     key_cost: int
+    query_time: tuple[int, int]
     max_queries: int
     max_keys: int
     wanted_piece: int

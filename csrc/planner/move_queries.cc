@@ -1,5 +1,6 @@
 // Plans which rank computes which queries: fills ranks, keeps their capacities.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 #include <tuple>
@@ -336,6 +337,10 @@ void JoinLastParts(QueryShares* shares) {
 // beyond limits, the cost of movement.
 using Badness = std::tuple<int64_t, int64_t, int64_t>;
 
+constexpr int64_t kTolerances[] = {50'000,    120'000,   250'000,   500'000,
+                                   1'000'000, 2'000'000, 4'000'000, 8'000'000};
+constexpr int64_t kPartOfSearch = 8;
+
 // Improves an assignment.
 class Search {
  public:
@@ -455,6 +460,54 @@ RankPieces PiecesOf(const QueryShares& shares) {
   return ranks;
 }
 
+// The time of the slowest rank: its work, and the rows that it sends or receives.
+int64_t SlowestTime(const QueryProblem& problem, const RankPieces& ranks) {
+  struct Rows {
+    std::array<int64_t, 2> sent{}, received{};  // inside nodes, and between them
+  };
+  std::vector<Rows> keys(ranks.size()), queries(ranks.size());
+  std::vector<int64_t> work(ranks.size());
+  const auto move = [&](int32_t document, int64_t start, int64_t end, int32_t to,
+                        std::vector<Rows>* rows) {
+    const int64_t column = problem.columns[document];
+    for (int64_t last; start < end; start = last) {
+      const auto home = static_cast<int32_t>((column + start) / problem.columns_per_rank);
+      last = std::min(end, (home + 1) * problem.columns_per_rank - column);
+      if (home == to) continue;
+      const bool is_between = problem.NodeOf(home) != problem.NodeOf(to);
+      (*rows)[home].sent[is_between] += last - start;
+      (*rows)[to].received[is_between] += last - start;
+    }
+  };
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const auto rank = static_cast<int32_t>(r);
+    for (const Piece& piece : ranks[r]) {
+      work[r] += problem.Work(piece);
+      move(piece.document, piece.start, piece.end, rank, &queries);
+    }
+    problem.ForEachNeed(ranks[r], [&](int32_t document, int64_t first, int64_t last) {
+      move(document, first, last, rank, &keys);
+    });
+  }
+  const auto busiest = [](const Rows& rows, int link) {
+    return std::max(rows.sent[link], rows.received[link]);
+  };
+  int64_t slowest = 0;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    Wide time = work[r];
+    if (!problem.speeds.empty()) {
+      const int64_t fastest = *std::max_element(problem.speeds.begin(), problem.speeds.end());
+      time = time * fastest / problem.speeds[r];
+    }
+    const RowTime& key = problem.key_time;
+    const RowTime& query = problem.query_time;
+    time += std::max(busiest(keys[r], 0) * key.inside + busiest(queries[r], 0) * query.inside,
+                     busiest(keys[r], 1) * key.between + busiest(queries[r], 1) * query.between);
+    slowest = std::max(slowest, static_cast<int64_t>(time));
+  }
+  return slowest;
+}
+
 // Whether all ranks have room for their queries and keys. Pieces are sorted.
 bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
   for (const std::vector<Piece>& pieces : ranks) {
@@ -467,9 +520,10 @@ bool HaveRoom(const QueryProblem& problem, const RankPieces& ranks) {
   return true;
 }
 
-std::pair<Badness, RankPieces> BestOfTwo(const QueryProblem& problem) {
+// `part`: divides the candidates to consider.
+std::pair<Badness, RankPieces> BestOfTwo(const QueryProblem& problem, int64_t part = 1) {
   // Candidates to consider, in all.
-  const int64_t num_steps = std::min<int64_t>(10'000 + 1000 * problem.num_ranks, 400'000);
+  const int64_t num_steps = std::min<int64_t>(10'000 + 1000 * problem.num_ranks, 400'000) / part;
   Search a(problem, true), b(problem, false);
   a.Run(num_steps / 4);
   b.Run(num_steps / 4);
@@ -495,13 +549,29 @@ RankPieces Plan(const QueryProblem& problem) {
   return std::move(ranks);
 }
 
+// Ranks with more work than the tolerance allows move fewer rows: searches what takes least time.
+RankPieces PlanByTime(const QueryProblem& problem) {
+  RankPieces best = Plan(problem);
+  int64_t least = SlowestTime(problem, best);
+  for (int64_t tolerance_ppm : kTolerances) {
+    if (problem.num_ranks == 1 || tolerance_ppm <= problem.tolerance_ppm) continue;
+    QueryProblem other = problem;
+    other.tolerance_ppm = tolerance_ppm;
+    RankPieces ranks = BestOfTwo(other, kPartOfSearch).second;
+    const int64_t time = SlowestTime(problem, ranks);
+    if (time < least && HaveRoom(problem, ranks)) least = time, best = std::move(ranks);
+  }
+  return best;
+}
+
 }  // namespace
 
 RankPieces MoveQueries(QueryProblem problem) {
   QueryProblem without = problem;
   without.max_queries = without.max_keys = QueryProblem::kNoLimit;
-  RankPieces ranks = Plan(without);
-  return HaveRoom(problem, ranks) ? ranks : Plan(problem);
+  RankPieces ranks = problem.CountsTime() ? PlanByTime(without) : Plan(without);
+  if (HaveRoom(problem, ranks)) return ranks;
+  return problem.CountsTime() ? PlanByTime(problem) : Plan(problem);
 }
 
 }  // namespace cpd

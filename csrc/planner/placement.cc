@@ -41,6 +41,7 @@ void SetLimits(PlacementProblem* problem) {
     total += problem->Work({0, problem->lengths[d], static_cast<int32_t>(d)});
   }
   if (problem->speeds.empty()) problem->speeds.assign(problem->num_ranks, 1);
+  problem->fastest_speed = *std::max_element(problem->speeds.begin(), problem->speeds.end());
   problem->limits = WorkLimits(total, problem->speeds, problem->tolerance_ppm);
 }
 
@@ -116,15 +117,16 @@ std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPiec
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
   PlacementCost cost;
   RankPieces sorted = ranks;
-  const int64_t fastest = *std::max_element(problem.speeds.begin(), problem.speeds.end());
+  std::vector<int64_t> exchange(ranks.size());
+  if (problem.CountsTime()) exchange = ExchangeTimes(problem, ranks);
   for (size_t r = 0; r < sorted.size(); ++r) {
     int64_t work = 0;
     for (const Piece& piece : sorted[r]) work += problem.Work(piece);
     // A slow rank takes longer for the same excess.
-    const int64_t above = std::max<int64_t>(0, work - problem.limits[r]);
-    const auto excess =
-        static_cast<int64_t>(static_cast<Wide>(above) * fastest / problem.speeds[r]);
-    cost.excess = std::max(cost.excess, excess);
+    const Wide above = work - problem.limits[r];
+    const auto late =
+        static_cast<int64_t>(above * problem.fastest_speed / problem.speeds[r]) + exchange[r];
+    cost.excess = std::max(cost.excess, late);
     cost.received_keys += ReceivedKeys(problem, &sorted[r]);
   }
   if (problem.HasCapacity()) {
@@ -587,6 +589,7 @@ std::vector<Candidate> ListCandidates(const PlacementProblem& problem,
   int64_t most_seeds =
       std::max<int64_t>(1, num_seeds * kManyDocuments / std::max(kManyDocuments, num_documents));
   if (problem.block > 1) most_seeds = 1;  // most of them have to be repaired
+  most_seeds = std::min(most_seeds, problem.most_seeds);
   std::vector<Candidate> candidates;
   for (int64_t seed = 0; seed < most_seeds; ++seed) {
     for (int64_t dense_percent : {0, 85}) {
@@ -664,6 +667,12 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
     if (problem.lengths[i] > 0) items.push_back({0, problem.lengths[i], static_cast<int32_t>(i)});
   }
 
+  if (problem.CountsTime()) {
+    PlacementProblem by_work = problem;
+    by_work.key_time = {};
+    by_work.most_seeds = 1;
+    return PlaceByTime(problem, items, PlaceDocuments(by_work));
+  }
   Candidate best = Construct(problem, items);
   const auto consider = [&](RankPieces ranks) {
     const PlacementCost cost = CostOf(problem, ranks);

@@ -9,12 +9,14 @@
 
 namespace cpd {
 
-struct PlacementProblem : PlannerProblem<PairSum> {
+struct PlacementProblem : PlannerProblem {
   int64_t tokens_per_rank =
       0;  // all ranks together hold at least the documents; the rest is padding
   int64_t max_received = kNoLimit;  // rows that a rank receives, its own included
+  int64_t most_seeds = kNoLimit;    // of constructions that differ by a seed
 
   std::vector<int64_t> limits;  // work of each rank; see `SetLimits`
+  int64_t fastest_speed = 1;
 
   // Rows that a rank receives for this piece alone, its own included.
   int64_t Rows(const Piece& piece) const {
@@ -28,13 +30,19 @@ struct PlacementProblem : PlannerProblem<PairSum> {
     return table ? std::vector<int64_t>() : pairs.Turns(lengths[document]);
   }
   bool HasCapacity() const { return max_received < kNoLimit; }
+  // The time of a piece on this rank: its work, if it is the fastest.
+  int64_t Time(const Piece& piece, int32_t rank) const {
+    const int64_t work = Work(piece);
+    if (speeds[rank] == fastest_speed) return work;
+    return static_cast<int64_t>(static_cast<Wide>(work) * fastest_speed / speeds[rank]);
+  }
 };
 
 // The largest work of each rank: its share of all work, plus the tolerance; rounded down.
 std::vector<int64_t> WorkLimits(int64_t total, const std::vector<int64_t>& speeds,
                                 int64_t tolerance_ppm);
 
-// Sets `limits`, and `speeds` if it is empty.
+// Sets `limits` and `fastest_speed`, and `speeds` if it is empty.
 void SetLimits(PlacementProblem* problem);
 
 // All pieces once, sorted by document and start; adjacent ones are joined.
@@ -63,10 +71,13 @@ struct Overflow {
 // The pieces of each rank are sorted and joined.
 std::vector<Overflow> ListOverflows(const PlacementProblem& problem, const RankPieces& ranks);
 
+// The time in which each rank sends and receives keys; see `PlacementProblem::Time`.
+std::vector<int64_t> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks);
+
 // The cost of an assignment, the most important part first. A rank receives a key only once.
 struct PlacementCost {
   int64_t overflow = 0;       // rows by which ranks exceed their capacity, over all ranks
-  int64_t excess = 0;         // excess of work of the most loaded rank over its limit
+  int64_t excess = 0;         // excess of work, or time, of the most loaded rank over its limit
   int64_t between_nodes = 0;  // keys that move to another node
   int64_t received_keys = 0;  // over all ranks
 
@@ -120,10 +131,13 @@ RankPieces CloseRanks(const PlacementProblem& problem, const std::vector<Piece>&
 // others keep their share.
 RankPieces ConcedeWork(const PlacementProblem& problem, const std::vector<Piece>& items);
 
+// The best of `best` and of several placements in which ranks take equally long.
+RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items, RankPieces best);
+
 // Exchanges equal numbers of tokens between a rank above the limit and one below it, with as few
 // cuts as possible, until all ranks keep the limit or nothing helps. Takes a bounded number of
 // steps.
-void RepairBalance(const PlacementProblem& problem, RankPieces* ranks);
+void RepairBalance(const PlacementProblem& problem, RankPieces* ranks, bool may_shift = true);
 
 // Exchanges the pieces of whole ranks of equal speed, so that fewer keys move between nodes.
 void ArrangeInNodes(const PlacementProblem& problem, RankPieces* ranks);

@@ -115,6 +115,11 @@ struct PairSum {
   PairSum() : PairSum(PairCount()) {}
   PairSum(const PairCount& pairs) : terms{{pairs, 1}} {}  // NOLINT: one mask is a sum of one
 
+  // One mask, causal attention to the whole document.
+  bool IsUnlimited() const {
+    return terms.size() == 1 && terms[0].layers == 1 && terms[0].pairs.IsUnlimited();
+  }
+
   bool IsCausal() const {
     return std::all_of(terms.begin(), terms.end(),
                        [](const Term& x) { return x.pairs.IsCausal(); });
@@ -229,20 +234,25 @@ struct QueryTable {
 // A problem is copied often, its table never; null: a mask of numbers, see `PairCount`.
 using SharedTable = std::shared_ptr<const QueryTable>;
 
-// `Count` is a PairCount, or the PairSum of several layers.
-template <typename Count>
+// The time of a row that moves, as work that takes as long.
+struct RowTime {
+  int64_t inside = 0;   // a node
+  int64_t between = 0;  // nodes
+};
+
 struct PlannerProblem {
   static constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 4;
   static constexpr int64_t kFewTokens = 512;  // in all, so that single ones decide about balance
 
   std::vector<int64_t> lengths;  // tokens of each document
   int32_t num_ranks = 1;
-  Count pairs;
+  PairSum pairs;
   SharedTable table;               // in place of `pairs`
   int64_t tolerance_ppm = 10'000;  // allowed excess of a rank over its share of the work
   std::vector<int64_t> speeds;  // relative speed of each rank, to which its share is proportional
   int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
   int64_t block = 1;            // documents are cut at multiples of this, if possible
+  RowTime key_time;  // of a key that moves; 0: few keys move, else the slowest rank ends early
 
   int64_t Work(const Piece& piece) const {
     const int32_t document = piece.document;
@@ -268,18 +278,21 @@ struct PlannerProblem {
       if (first < seen) visit(document, first, seen);
     }
   }
+  bool CountsTime() const { return key_time.inside > 0 || key_time.between > 0; }
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }
+  int32_t NodeOf(int32_t rank) const { return HasNodes() ? rank / ranks_per_node : 0; }
 };
 
 // ---- Which rank computes which queries of packed documents: nearly equal work, few moved bytes.
 
 // Rank r holds columns [r * columns_per_rank, (r + 1) * columns_per_rank) of every batch row.
-struct QueryProblem : PlannerProblem<PairCount> {
+struct QueryProblem : PlannerProblem {
   std::vector<int64_t> columns;  // column of its batch row at which each document starts
   int64_t columns_per_rank = 1;
   // Bytes of a query and its output, and of a key and its value, in one unit.
   int64_t query_cost = 1;
   int64_t key_cost = 1;
+  RowTime query_time;              // as `key_time`
   int64_t max_queries = kNoLimit;  // that a rank computes
   int64_t max_keys = kNoLimit;     // that a rank receives, its own included
   int64_t wanted_piece = 1;        // documents are cut into pieces of so many queries, if possible

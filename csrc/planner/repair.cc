@@ -136,11 +136,11 @@ std::vector<int> LongestHeads(const std::vector<Piece>& pieces, const std::vecto
 
 class PieceExchange {
  public:
-  PieceExchange(const PlacementProblem& problem, RankLoads* loads)
+  PieceExchange(const PlacementProblem& problem, RankLoads* loads, int64_t num_considered)
       : problem_(problem),
         loads_(*loads),
         groups_(problem.num_ranks),
-        num_left_(problem.num_ranks * (problem.block > 1 ? kConsideredOfBlocks : kConsidered)) {}
+        num_left_(problem.num_ranks * num_considered) {}
 
   // Whether more exchanges may be considered.
   bool IsOpen() const { return num_left_ > 0; }
@@ -409,15 +409,16 @@ int64_t ShiftTail(const PlacementProblem& problem, int64_t heavy, RankLoads* loa
 
 }  // namespace
 
-void RepairBalance(const PlacementProblem& problem, RankPieces* ranks) {
+void RepairBalance(const PlacementProblem& problem, RankPieces* ranks, bool may_shift) {
   RankLoads loads(problem, ranks);
-  PieceExchange exchange(problem, &loads);
+  const bool is_short = problem.block > 1 || !may_shift;
+  PieceExchange exchange(problem, &loads, is_short ? kConsideredOfBlocks : kConsidered);
   const int64_t num_steps = kSteps * loads.NumAbove() + kMoreSteps;
   for (int64_t step = 0; step < num_steps; ++step) {
     const int64_t heavy = loads.Heaviest();
     if (loads.Room(heavy) >= 0 || !exchange.IsOpen()) return;
     if (exchange.Apply(heavy)) continue;
-    const int64_t other = ShiftTail(problem, heavy, &loads);
+    const int64_t other = may_shift ? ShiftTail(problem, heavy, &loads) : -1;
     if (other < 0) return;
     exchange.Forget(heavy);
     exchange.Forget(other);

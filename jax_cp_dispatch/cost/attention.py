@@ -178,6 +178,11 @@ class Hardware:
                 f"{', '.join(map(repr, typing.get_args(Topology)))}."
             )
 
+    @property
+    def has_shared_memory(self) -> bool:
+        """Whether ranks share cores and memory, so that no link has a rate of its own."""
+        return self.topology == "shared_memory"
+
     def attention_rate(self, *, is_planned: bool) -> int | float:
         """Returns the FLOP/s of attention, if it follows a plan or not."""
         planned = self.planned_attention_flops if is_planned else None
@@ -304,9 +309,12 @@ class Traffic(NamedTuple):
     Attributes:
       inside: to other ranks of the same node; mean of all ranks.
       between: to ranks of other nodes; mean of all ranks.
-      most_inside, most_between: the most that one rank sends or receives; they determine the time.
+      most_inside, most_between: the most that one rank sends or receives; they determine the time
+        if all ranks compute equally long.
       capacity: rows of a rank's receive buffer, which attention rewrites even if they are empty;
         None: the rows that it receives and its own.
+      of_ranks: what each rank sends or receives, the larger of both, inside its node and between
+        nodes; None: not known.
     """
 
     inside: float
@@ -314,6 +322,7 @@ class Traffic(NamedTuple):
     most_inside: float
     most_between: float
     capacity: int | None = None
+    of_ranks: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
     def total(self) -> float:
@@ -323,13 +332,30 @@ class Traffic(NamedTuple):
     def times(self, factor: int | float) -> "Traffic":
         """Returns the multiple of it: for example, rows times the bytes of a row."""
         inside, between, most_inside, most_between = (factor * x for x in self[:4])
-        return Traffic(inside, between, most_inside, most_between)
+        traffic = Traffic(inside, between, most_inside, most_between)
+        return traffic if self.of_ranks is None else traffic._with_ranks(factor * self._array())
 
     def plus(self, other: "Traffic") -> "Traffic":
         """Returns the traffic of two parts of one exchange; the busiest ranks may be the same."""
         both = zip(self[:4], other[:4], strict=True)
         inside, between, most_inside, most_between = (x + y for x, y in both)
-        return Traffic(inside, between, most_inside, most_between)
+        traffic = Traffic(inside, between, most_inside, most_between)
+        known = [x._array() for x in (self, other) if x.of_ranks is not None]
+        return traffic._with_ranks(sum(known)) if known else traffic
+
+    def of_rank(self, rank: int) -> "Traffic":
+        """Returns it with what this rank sends or receives in place of the most."""
+        if self.of_ranks is None:
+            return self
+        inside, between = self.of_ranks
+        return self._replace(most_inside=inside[rank], most_between=between[rank])
+
+    def _array(self) -> np.ndarray:
+        return np.asarray(self.of_ranks, float)
+
+    def _with_ranks(self, of_ranks: Any) -> "Traffic":
+        inside, between = (tuple(x) for x in of_ranks.tolist())
+        return self._replace(of_ranks=(inside, between))
 
 
 Rows: TypeAlias = int | float | Traffic
@@ -373,12 +399,14 @@ def rows_by_link(
     node = np.arange(n) // size
     same = node[:, None] == node
     moving = np.where(np.eye(n, dtype=bool), 0, np.asarray(sent, np.float64))
-    mean, most = [], []
+    mean, most, of_ranks = [], [], []
     for where in (same, ~same):
         part = np.where(where, moving, 0)
         mean.append(float(part.sum() / n))
-        most.append(float(max(part.sum(0).max(), part.sum(1).max())))
-    return Traffic(mean[0], mean[1], most[0], most[1], capacity)
+        of_ranks.append(np.maximum(part.sum(0), part.sum(1)))
+        most.append(float(of_ranks[-1].max()))
+    traffic = Traffic(mean[0], mean[1], most[0], most[1], capacity)
+    return traffic._with_ranks(np.array(of_ranks))
 
 
 def spread(rows: Rows, num_ranks: int, hardware: Hardware) -> Traffic:
@@ -483,6 +511,46 @@ def step_cost(
             where = {"outside": receivers.between, "senders": receivers.senders}
             seconds.append(hardware.exchange_seconds(message, num_ranks=n, **where))
     return StepCost(compute, max(seconds), sent.total, *sent[1:4])
+
+
+def steps_around(
+    of: Pass,
+    compute: int | float,
+    before: tuple[Traffic, int | float],
+    after: tuple[Traffic, int | float],
+    receivers: Receivers,
+) -> list[StepCost]:
+    """Returns the steps of attention between two exchanges: those alone are first and last.
+
+    Between GPUs, heads move in two parts, see `pipelined_over_heads`: the second half comes while
+    the first is attended, and the first returns while the second is attended. So attention hides at
+    most half of each exchange: of a placement, the step takes A + c - min(A, c) / 2 seconds.
+    Latent rows and a single KV head move in one part.
+
+    Args:
+      compute: seconds of all of attention.
+      before, after: what each exchange moves, and the bytes that stay on their rank.
+      receivers: of both.
+    """
+
+    def exchange(
+        what: tuple[Traffic, int | float], share: float = 1.0, seconds: float = 0.0
+    ) -> StepCost:
+        traffic, own = what
+        return step_cost(of, seconds, traffic.times(share), receivers, share * own)
+
+    workload, heads = of.workload, of.workload.num_kv_heads
+    if of.hardware.topology == "shared_memory" or heads < 2 or workload.latent_size is not None:
+        return [exchange(before), StepCost(compute, 0.0, 0.0), exchange(after)]
+    # The part with fewer heads comes first in the forward pass, and last in the backward pass.
+    least = heads // 2 / heads
+    first, second = (1 - least, least) if of.backward else (least, 1 - least)
+    return [
+        exchange(before, first),
+        exchange(before, second, first * compute),
+        exchange(after, first, second * compute),
+        exchange(after, second),
+    ]
 
 
 def attention_seconds(

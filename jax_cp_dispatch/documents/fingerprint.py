@@ -91,7 +91,8 @@ def plan_digest(config: Any, mask: Mask | MaskKind, *arrays: Int[Any, " N"]) -> 
     choices: list[tuple[str, Any]] = []  # their text is the same for equal configs
     for name in (x.name for x in dataclasses.fields(config) if x.compare):
         value = getattr(config, name)
-        choices.append((name, None if value is None else np.asarray(value, float).tolist()))
+        is_text = value is None or dataclasses.is_dataclass(value)
+        choices.append((name, value if is_text else np.asarray(value, float).tolist()))
     digest = np.array([zlib.crc32(repr((mask, choices)).encode())], np.uint32)
     for x in arrays:
         index = np.arange(len(x), dtype=np.uint32)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from jax_cp_dispatch._arguments import check_positive, check_rows
+from jax_cp_dispatch.cost import HARDWARE, Hardware, attention_flops
 
 # In the order of `Plan.largest_needs`: of a plan that moves queries, and of a placement.
 CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
@@ -21,8 +22,8 @@ class PlanConfig:
     """Static choices of `plan_attention` and `place_tokens`; None selects a default.
 
     One config can serve both. A placement moves no queries, so it ignores `q_capacity`,
-    `max_q_transfers`, the numbers of heads and `backward`; a plan that moves queries ignores
-    `max_cut_pieces` and `max_linked_pieces`.
+    `max_q_transfers` and, without `hardware`, the numbers of heads and `backward`; a plan that
+    moves queries ignores `max_cut_pieces` and `max_linked_pieces`.
 
     Attributes:
       block: inside `jit`, rows per block, the unit of planning and movement. Outside, documents are
@@ -47,6 +48,13 @@ class PlanConfig:
         fewer bytes in total. None: no nodes.
       backward: count the bytes of a training step, the backward pass included. False: those of the
         forward pass.
+      hardware: an entry of `cost.HARDWARE`, or its name. Plans made outside `jit` then minimize the
+        time of the slowest rank: its work, at the rate of attention, and what it sends or receives,
+        whichever takes longer, at the rate of each link; of that, attention hides half if keys have
+        several heads. Nodes are those of `ranks_per_node`, or of the hardware. Within
+        `balance_tolerance` of the mean work, fewer moved bytes are preferred. With `block`, only
+        balanced placements are compared. Where ranks share memory, as on "cpu", it has no effect.
+        None: links cost no time, so work is balanced, and then few bytes move.
       expected_overflow: set by `fit_plan_config`; the estimated share of batches that do not
         fit the capacities that it found.
     """
@@ -65,6 +73,7 @@ class PlanConfig:
     rank_speeds: tuple[float, ...] | None = None
     ranks_per_node: int | None = None
     backward: bool = False
+    hardware: Hardware | str | None = None
     expected_overflow: float | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -79,6 +88,13 @@ class PlanConfig:
         check_positive(op, **values, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
         for name in set(values).intersection(ALL_CAPACITIES):
             check_rows(op, name, values[name])
+        if isinstance(self.hardware, str):
+            object.__setattr__(self, "hardware", HARDWARE.get(self.hardware, self.hardware))
+        if not isinstance(self.hardware, Hardware | None):
+            raise ValueError(
+                f"{op}: hardware is {self.hardware!r}; it needs to be a cost.Hardware, or one of "
+                f"{', '.join(map(repr, HARDWARE))}. Omit it to balance work alone."
+            )
         if self.rank_speeds is None:
             return
         try:
@@ -114,6 +130,35 @@ class PlanConfig:
         """
         return (6 if self.backward else 2) * self.num_kv_heads
 
+    def node_size(self, num_ranks: int) -> int | None:
+        """Returns the ranks of a node, by `ranks_per_node` or the hardware; None: no nodes."""
+        size = self.ranks_per_node
+        if size is None and isinstance(self.hardware, Hardware):
+            size = self.hardware.node_size(num_ranks)
+        return size
+
+    def row_times(self, num_rows: int, num_ranks: int) -> tuple[int, int]:
+        """Returns the time of rows of one head that move, as query-key pairs that take as long.
+
+        Inside a node, and between nodes; 0 if links cost no time. Rows have elements of 16 bits;
+        the size of a head cancels.
+        """
+        hardware, size = self.hardware, self.node_size(num_ranks)
+        if size is None or not isinstance(hardware, Hardware) or hardware.has_shared_memory:
+            return 0, 0
+        passes = (False, True) if self.backward else (False,)
+        sizes = {"num_heads": self.num_heads, "head_size": 1}
+        flops = sum(attention_flops(1, **sizes, backward=x) for x in passes)
+        pairs = 2 * num_rows * hardware.attention_rate(is_planned=True) / flops  # in a second
+        if self.num_kv_heads > 1:  # heads move in two parts, and attention hides half of it
+            pairs /= 2
+        links = max(size - 1, 1) if hardware.topology == "full_mesh" else 1
+        inside = round(pairs / (links * hardware.link_bandwidth))
+        if size == num_ranks:
+            return inside, 0
+        between = round(pairs / (hardware.rail_bandwidth * min(1, hardware.rails / size)))
+        return (inside if size > 1 else between), between
+
     def fits(self, needs: PlanConfig) -> bool:
         """Whether these capacities are at least those of `needs`; None is always enough.
 
@@ -136,6 +181,19 @@ def check_ranks(op: str, config: PlanConfig, world_size: int) -> None:
         raise ValueError(
             f"{op}: {world_size} ranks cannot be divided into nodes of ranks_per_node={size}. Pass "
             "a divisor of world_size."
+        )
+    hardware = config.hardware
+    if not isinstance(hardware, Hardware) or hardware.has_shared_memory:
+        return
+    if size is None and world_size % min(hardware.ranks_per_node or 1, world_size):
+        raise ValueError(
+            f"{op}: {world_size} ranks cannot be divided into nodes of {hardware.ranks_per_node}, "
+            "those of the hardware. Pass ranks_per_node, a divisor of world_size."
+        )
+    if config.node_size(world_size) != world_size and not hardware.rail_bandwidth:
+        raise ValueError(
+            f"{op}: {world_size} ranks are in several nodes, but the rail_bandwidth of the "
+            "hardware is 0. Pass hardware with links between nodes (dataclasses.replace)."
         )
 
 

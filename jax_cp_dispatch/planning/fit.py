@@ -31,7 +31,7 @@ def fit_plan_config(
     columns: int | None = None,
     mask: Mask | str | Sequence[Mask] | None = None,
     masks: Sequence[Mask | str] | Sequence[Sequence[Mask | str]] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int | float] | None = None,
     num_groups: int = 1,
     config: PlanConfig = PlanConfig(),
 ) -> PlanConfig:
@@ -54,7 +54,7 @@ def fit_plan_config(
       world_size, columns: as for `plan_attention`.
       placed: for `place_tokens` instead of `plan_attention`.
       mask: see `plan_attention`; masks with arrays as a list, one for each batch.
-      masks, layers: if placed, as for `place_tokens`; capacities suffice for the plan of each mask.
+      masks, layers: as for `place_tokens` or `plan_attention`; capacities suffice for all plans.
         Masks with arrays as a list, with the `masks` of each batch.
       num_groups: if placed, as for `place_tokens`; capacities suffice for each group.
       overflow: wanted share of batches that do not fit, between 0 and 1.
@@ -66,17 +66,16 @@ def fit_plan_config(
         `plan_attention` or `place_tokens`.
     """
     check_type(_OP, "config", config, PlanConfig, "Omit it for the default.")
-    if not placed and (masks is not None or layers is not None or num_groups != 1):
+    if not placed and num_groups != 1:
         raise ValueError(
-            f"{_OP}: got masks, layers or num_groups, which are those of a placement. Pass "
-            "placed=True, or omit them."
+            f"{_OP}: got num_groups, which are those of a placement. Pass placed=True, or omit it."
         )
     names: Any = CAPACITIES
     plan_of: Any = plan_attention
-    fixed: dict[str, Any] = {"world_size": world_size}
+    fixed: dict[str, Any] = {"world_size": world_size, "layers": layers}
     if placed:
         names, plan_of = PLACED_CAPACITIES, place_tokens
-        fixed |= {"layers": layers, "num_groups": num_groups}
+        fixed["num_groups"] = num_groups
     free = [name for name in names if getattr(config, name) is None]
     none: dict[str, Any] = dict.fromkeys(free)
     fixed["config"] = dataclasses.replace(config, **none)
@@ -87,7 +86,7 @@ def fit_plan_config(
         raise ValueError(f"{_OP}: overflow is {overflow}; it needs to be between 0 and 1.")
     needs, sizes_of_ranks = [], []
     for number, given in enumerate(_read_batches(batches, columns)):
-        for name, values in of_batches[: 1 + placed]:
+        for name, values in of_batches:
             if has_own[name] and number >= len(values):
                 _refuse_masks(name, values, "more")
             given[name] = values[number] if has_own[name] else values

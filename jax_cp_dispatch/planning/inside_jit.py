@@ -402,7 +402,7 @@ def plan_inside(
     """
     grid = check_shapes(_OP, segment_ids, positions, num_ranks, config)
     check_mask_arrays(_OP, mask, segment_ids.shape)
-    names = ("rank_speeds", "ranks_per_node")
+    names = ("rank_speeds", "ranks_per_node", "hardware")
     given = [name for name in names if getattr(config, name) is not None]
     if given:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Plans attention on the host, from the documents of a batch; NumPy and C++, without JAX."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from jax_cp_dispatch.planning.request import (
     native_problem,
     pieces_fingerprint,
     rank_sums,
+    read_layers,
     static_sizes,
 )
 from jax_cp_dispatch.planning.runs import cut_pieces, cut_table, row_ranges
@@ -216,7 +217,7 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
 def _move_queries(request: PlanRequest) -> Plan:
     """Returns the plan of queries that `csrc/planner` assigns to ranks."""
     documents, config = request.documents, request.config
-    limits = {
+    limits: dict[str, Any] = {
         "columns": (documents.first % documents.columns).tolist(),
         "columns_per_rank": documents.columns // request.num_ranks,
         "query_cost": config.query_cost,
@@ -225,7 +226,12 @@ def _move_queries(request: PlanRequest) -> Plan:
         "max_keys": config.kv_capacity,
         "wanted_piece": config.rows_per_block,
     }
-    assigned = native.move_queries(native_problem(native.QueryProblem, [request], limits))
+    if config.hardware is not None:
+        rows = config.query_cost * sum(request.layers)
+        limits["query_time"] = config.row_times(rows, request.num_ranks)
+    requests = (request, *request.beside)
+    problem = native_problem(native.QueryProblem, requests, limits, request.layers)
+    assigned = native.move_queries(problem)
     pieces, spans = lay_out(assigned.astype(np.int64), request)
     in_order = request.mask if request.mask.has_arrays else None
     return _make_plan(request, pieces, spans, in_order, is_placed=False)
@@ -253,6 +259,8 @@ def plan_attention(
     lengths: Iterable[Row] | Row | None = None,
     columns: int | None = None,
     mask: Mask | str | None = None,
+    masks: Sequence[Mask | str] | None = None,
+    layers: Sequence[int | float] | None = None,
     config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
     rank: int | None = None,
@@ -292,6 +300,9 @@ def plan_attention(
         rounded up.
       mask: which keys a query sees, of `jax_cp_dispatch.masks`, with arrays `[B, columns]`. None:
         causal.
+      masks, layers: outside `jit`, instead of one mask, as for `place_tokens`: the work is the
+        weighted sum of their pairs, as in `Plan.pairs`. The plan is for the first one; pass the one
+        with the most keys first.
       config: block size, capacities, costs and balance tolerance.
       fallback: outside `jit`, "ring" returns, instead of an error for a batch that does not fit the
         config, a plan of the usual shapes that moves nothing. Its `fits` is false: use a ring for
@@ -308,7 +319,10 @@ def plan_attention(
         exceeds 32 bits; a capacity is too small and there is no fallback; or the arrays of
         the mask have another shape.
     """
-    mask = read_mask(_OP, mask)
+    given, weights = [mask], (1,)
+    if masks is not None or layers is not None:
+        given, weights = read_layers(_OP, mask, masks, layers)
+    mask = read_mask(_OP, given[0])
     check_type(_OP, "config", config, PlanConfig, "Omit it for the default.")
     check_integer(_OP, "world_size", world_size)
     world_size = int(world_size)
@@ -320,6 +334,11 @@ def plan_attention(
         check_ids(_OP, segment_ids, positions)  # refuses lists, which are rather lengths
         arrays = jax.tree.leaves((segment_ids, positions, mask))
         if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            if masks is not None:
+                raise ValueError(
+                    f"{_OP}: got masks, but the plan is made inside jit. Pass mask, or plan "
+                    "outside jit."
+                )
             if rank is not None:
                 raise ValueError(
                     f"{_OP}: rank is {rank} but the plan is made inside jit, by all ranks. Omit "
@@ -335,9 +354,13 @@ def plan_attention(
         positions=positions,
         columns=columns,
     )
-    mask = read_mask_on_host(_OP, mask, (documents.batch, documents.columns))
-    check_document_mask(_OP, mask, documents)
-    request = PlanRequest(documents, positions, world_size, config, rank).with_mask(mask)
+    request = PlanRequest(documents, positions, world_size, config, rank)
+    requests = []
+    for each in given:
+        read = read_mask_on_host(_OP, each, (documents.batch, documents.columns))
+        check_document_mask(_OP, read, documents)
+        requests.append(request.with_mask(read))
+    request = requests[0]._replace(beside=tuple(requests[1:]), layers=weights)
     return _plan_on_host(request, fallback=fallback)
 
 

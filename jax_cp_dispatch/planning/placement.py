@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int, Int32, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import check_integer, check_positive, check_type
+from jax_cp_dispatch._arguments import check_positive, check_type
 from jax_cp_dispatch._ranks.runtime import native
 from jax_cp_dispatch._text import by_group, describe_mask, describe_plan, outline, work_by_share
 from jax_cp_dispatch.documents import Documents
@@ -40,6 +39,7 @@ from jax_cp_dispatch.planning.request import (
     native_problem,
     num_moved,
     rank_sums,
+    read_layers,
 )
 from jax_cp_dispatch.planning.runs import describe_cuts
 
@@ -58,7 +58,7 @@ class Placement:
       batch, columns: shape of the batch.
       world_size: number of ranks.
       plans: for `context_parallel_attention(algorithm="placed")`; one for each mask.
-      layers: how many layers use each mask, without a common factor.
+      layers: the weight of each mask in the work, as integers without a common factor.
       made_of: of each group, the batch with each of its masks, and its pieces, for `plan_for`.
       config: the choices with which it was made.
       reason: why the batch does not fit, if this is the fallback of `place_tokens`; else None.
@@ -241,7 +241,8 @@ class Placement:
     def num_kv_tokens_moved_between_nodes(self) -> int:
         """Keys that move between ranks of different nodes, each copy counted; 0 without nodes."""
         op = "Placement.num_kv_tokens_moved_between_nodes"
-        return num_moved(op, self.plan.kv_metadata, self.config.ranks_per_node or self.world_size)
+        size = self.config.node_size(self.world_size)
+        return num_moved(op, self.plan.kv_metadata, size or self.world_size)
 
     def apply(self, arrays: PyTree[Shaped[Any, "B T ..."]]) -> PyTree[Shaped[Any, "B held ..."]]:
         """Puts token arrays `[batch, columns, ...]`, and masks of them, into placed order.
@@ -273,7 +274,8 @@ class Placement:
             texts = [x.describe() for x in self.groups]
             return by_group(texts, self._sum("pairs"), self.config.rank_speeds)
         plan, config = self.plan, self.config
-        constraints = {"speeds": config.rank_speeds, "ranks_per_node": config.ranks_per_node}
+        size = config.node_size(self.world_size)
+        constraints = {"speeds": config.rank_speeds, "ranks_per_node": size}
         text = describe_plan(op, plan, **constraints)
         lines = [text, "", *describe_cuts(plan.cut_pieces, plan.num_tokens)]
         if len(self.plans) > 1:
@@ -314,7 +316,6 @@ class Placement:
 # ---- `place_tokens`: assigns the tokens of a batch to ranks.
 
 _OP = "place_tokens"
-_MOST_LAYERS = 2**15  # after the common factor is removed: sums of pairs keep 64 bits
 # Fields that are equal in the plans of all masks of a placement.
 _OF_ALL_MASKS = ("run_row", "run_position", "run_length", "cut_pieces", "num_rows")
 Requests = Sequence[PlanRequest]  # of a group of batch rows, with each of the masks
@@ -329,7 +330,7 @@ def place_tokens(
     columns: int | None = None,
     mask: Mask | str | None = None,
     masks: Sequence[Mask | str] | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int | float] | None = None,
     config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
     num_groups: int = 1,
@@ -358,7 +359,8 @@ def place_tokens(
         rank that holds any token of a document receives all of its keys.
       masks: several masks instead of one, for a model whose layers differ. The placement balances
         the sum of their pairs and has a plan for each. The keys that move are counted as the union.
-      layers: with masks; how many layers use each. None: equally many.
+      layers: with masks; how many layers use each, or what a pair of each costs, in any unit:
+        FLOPs, or measured seconds, also fractional. Ratios are kept to 2**-15. None: equal.
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan has the usual shapes, and
@@ -387,7 +389,7 @@ def place_tokens(
         positions=positions,
         columns=columns,
     )
-    masks_read, layers = _read_layers(mask, masks, layers)
+    masks_read, layers = read_layers(_OP, mask, masks, layers)
     shape = documents.batch, documents.columns
     masks_read = [read_mask_on_host(_OP, x, shape) for x in masks_read]
     for read in masks_read:
@@ -453,32 +455,6 @@ def place_tokens(
         reason="\n".join(reasons) or None,
         rank=rank,
     )
-
-
-def _read_layers(
-    mask: Any, masks: Sequence[Any] | None, layers: Sequence[int] | None
-) -> tuple[list[Any], tuple[int, ...]]:
-    """Reads `mask=`, `masks=` and `layers=`; the layers of each mask have no common factor."""
-    if masks is None:
-        if layers is not None:
-            raise ValueError(f"{_OP}: got layers without masks. Pass masks, one for each number.")
-        return [mask], (1,)
-    if mask is not None:
-        raise ValueError(f"{_OP}: got both mask and masks. Pass masks alone.")
-    if not isinstance(masks, list | tuple) or not masks:
-        raise ValueError(f"{_OP}: masks is {masks!r}; pass a tuple of at least one mask.")
-    layers = (1,) * len(masks) if layers is None else layers
-    if not isinstance(layers, list | tuple) or len(layers) != len(masks):
-        raise ValueError(
-            f"{_OP}: layers is {layers!r} for {len(masks)} masks. Pass one number for each mask."
-        )
-    for x in layers:
-        check_integer(_OP, "layers", x)
-    factor = math.gcd(*(int(x) for x in layers))
-    reduced = tuple(int(x) // max(factor, 1) for x in layers)
-    if min(layers) < 1 or max(reduced) > _MOST_LAYERS:
-        raise ValueError(f"{_OP}: layers is {layers!r}; pass numbers from 1 to {_MOST_LAYERS}.")
-    return list(masks), reduced
 
 
 def _split_groups(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -113,6 +115,8 @@ class PlanRequest(NamedTuple):
       rank: the rank whose part is made; None: all.
       mask: which keys of its document a query sees.
       seen: the mask, if it has closed forms; otherwise its table.
+      beside: the same for other masks, whose work counts, too.
+      layers: the weight of this mask, and of those.
     """
 
     documents: DocumentTable
@@ -122,6 +126,8 @@ class PlanRequest(NamedTuple):
     rank: int | None
     mask: Mask = Causal()
     seen: StaticMask | QueryTable = Causal()
+    beside: tuple[PlanRequest, ...] = ()
+    layers: tuple[int, ...] = (1,)
 
     def with_mask(self, mask: Mask) -> PlanRequest:
         """Returns the request of a plan for this mask."""
@@ -139,13 +145,17 @@ class PlanRequest(NamedTuple):
         return range(self.num_ranks) if self.rank is None else range(self.rank, self.rank + 1)
 
     def pairs(self, pieces: PlannedPieces) -> Float32[np.ndarray, " held"]:
-        """Returns the query-key pairs of each rank's pieces."""
+        """Returns the query-key pairs of each rank's pieces; of several masks, the weighted sum."""
         rank, document, start, end, *_ = pieces
-        if isinstance(self.seen, QueryTable):
-            first, before = self.seen.first[document], self.seen.pairs_before
-            pairs = before[first + end] - before[first + start]
-        else:
-            pairs = self.seen.pairs(start, end, self.documents.lengths[document])
+        pairs: Any = 0
+        for weight, seen in zip(
+            self.layers, (self.seen, *(x.seen for x in self.beside)), strict=True
+        ):
+            if isinstance(seen, QueryTable):
+                first, before = seen.first[document], seen.pairs_before
+                pairs += weight * (before[first + end] - before[first + start])
+            else:
+                pairs += weight * seen.pairs(start, end, self.documents.lengths[document])
         return rank_sums(rank, pairs, self.num_ranks)[self.held].astype(np.float32)
 
     def keys_of(self, document: Any, start: Any, end: Any) -> tuple[Any, Any, Any]:
@@ -167,6 +177,43 @@ class PlanRequest(NamedTuple):
         return pieces[order], starts[order], ends[order]
 
 
+_MOST_LAYERS = 2**15  # so that sums of pairs keep 64 bits
+
+
+def read_layers(
+    op: str, mask: Any, masks: Sequence[Any] | None, layers: Sequence[int | float] | None
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Reads `mask=`, `masks=` and `layers=`; these become integers without a common factor."""
+    if masks is None:
+        if layers is not None:
+            raise ValueError(f"{op}: got layers without masks. Pass masks, one for each number.")
+        return [mask], (1,)
+    if mask is not None:
+        raise ValueError(f"{op}: got both mask and masks. Pass masks alone.")
+    if not isinstance(masks, list | tuple) or not masks:
+        raise ValueError(f"{op}: masks is {masks!r}; pass a tuple of at least one mask.")
+    layers = (1,) * len(masks) if layers is None else layers
+    if not isinstance(layers, list | tuple) or len(layers) != len(masks):
+        raise ValueError(
+            f"{op}: layers is {layers!r} for {len(masks)} masks. Pass one number for each mask."
+        )
+    try:
+        exact = [Fraction(x) for x in layers]
+    except (TypeError, ValueError, OverflowError):
+        exact = []
+    if not exact or min(exact) <= 0:
+        raise ValueError(
+            f"{op}: layers is {layers!r}; it needs positive numbers: how many layers use each "
+            "mask, or what a pair of each costs."
+        )
+    unit = math.lcm(*(x.denominator for x in exact))
+    counts = [int(x * unit) for x in exact]
+    counts = [x // math.gcd(*counts) for x in counts]
+    if max(counts) > _MOST_LAYERS:
+        counts = [max(1, round(x * _MOST_LAYERS / max(exact))) for x in exact]
+    return list(masks), tuple(counts)
+
+
 Problem = TypeVar("Problem")
 
 
@@ -180,9 +227,9 @@ def native_problem(
 
     Args:
       kind: `PlacementProblem` or `QueryProblem`.
-      requests: what the plan of each mask is made of; several for a `PlacementProblem` alone.
+      requests: what the plan of each mask is made of.
       limits: fields that are set unless they are None.
-      layers: how many layers use each mask.
+      layers: the weight of each mask.
     """
     request, config, documents = requests[0], requests[0].config, requests[0].documents
     speeds = np.array(config.rank_speeds or [1.0] * request.num_ranks)
@@ -195,6 +242,10 @@ def native_problem(
         "ranks_per_node": config.ranks_per_node or 1,
         "block": config.block or 1,
     }
+    if config.hardware is not None:
+        rows = config.key_cost * sum(layers)
+        fields["ranks_per_node"] = config.node_size(request.num_ranks) or 1
+        fields["key_time"] = config.row_times(rows, request.num_ranks)
     problem: Any = kind()
     for name, value in (fields | limits).items():
         if value is not None:

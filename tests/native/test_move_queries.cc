@@ -54,10 +54,16 @@ QueryProblem AnyProblem(Random* random) {
     }
   }
   const int64_t kind = Draw(random, 3);
-  if (kind == 0) problem.pairs.left = Draw(random, 60);
-  if (kind == 1) problem.pairs.chunk = 1 + Draw(random, 60);
+  PairCount pairs;
+  if (kind == 0) pairs.left = Draw(random, 60);
+  if (kind == 1) pairs.chunk = 1 + Draw(random, 60);
   if (Draw(random, 2) == 0) {  // later keys too
-    problem.pairs.right = kind == 0 ? Draw(random, 60) : PairCount::kNoLimit;
+    pairs.right = kind == 0 ? Draw(random, 60) : PairCount::kNoLimit;
+  }
+  problem.pairs = pairs;
+  if (Draw(random, 3) == 0) {
+    problem.key_time = {Draw(random, 9), Draw(random, 99)};
+    problem.query_time = {Draw(random, 9), Draw(random, 99)};
   }
   if (Draw(random, 3) == 0) problem.table = AnyTable(problem.lengths, random);
   problem.query_cost = 1 + Draw(random, 8);

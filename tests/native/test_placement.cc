@@ -64,6 +64,7 @@ void EveryTokenIsPlacedOnce(int seed) {
   if (Draw(&random, 2) == 0) {
     for (int32_t r = 0; r < problem.num_ranks; ++r) problem.speeds.push_back(1 + Draw(&random, 3));
   }
+  if (Draw(&random, 1) == 0) problem.key_time = {Draw(&random, 9), Draw(&random, 99)};
   const RankPieces ranks = PlaceDocuments(problem);
   Require(static_cast<int32_t>(ranks.size()) == problem.num_ranks, "ranks", seed);
   std::vector<std::vector<int>> placed;

@@ -74,6 +74,20 @@ def keys_of_the_longest_document(lengths, world_size, tokens, tolerance):
     return float((moved[:-1] + sum_of_starts(moved[1:])).min())
 
 
+def least_received_by_the_busiest(lengths, tokens, pairs):
+    """Keys that some rank receives if no rank holds more tokens or computes more pairs than these.
+
+    The rank with the last token of a document of L tokens needs all L keys. Of these it holds n at
+    most, with n <= tokens; and n - 1 others with the least pairs, which are the first ones, so that
+    n * (n - 1) / 2 + L <= pairs. It receives at least L - n. With the tokens and pairs of a whole
+    node, that is what this rank receives from other nodes.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    roots = (1 + np.sqrt(1 + 8.0 * np.maximum(pairs - lengths, 0))) / 2
+    own = np.minimum(np.floor(roots), tokens)
+    return max(0, int((lengths - own).max()))
+
+
 def least_imbalance_of_capacity(lengths, world_size, tokens, kv_capacity):
     """Max/mean of the work if a rank receives at most this many rows, and there is no padding.
 

@@ -147,3 +147,34 @@ def fewest_bytes(
     is_moved = is_needed & (node[:, :, None] != np.arange(world_size) // ranks_per_node)
     costs = q * (choices // ranks_per_node != node).sum(1) + is_moved.sum((1, 2))
     return unit * int(costs.min())
+
+
+def rows_and_pairs(lengths, rank_of_token, world_size):
+    """Counts what a placement moves, and computes: rows `[W, W]` from rank to rank, pairs `[W]`.
+
+    A rank needs all keys of a document up to the last of its queries. `rank_of_token` is of the
+    documents, one after another.
+    """
+    rows, pairs = np.zeros((world_size, world_size)), np.zeros(world_size)
+    ends = np.cumsum(lengths)
+    for first, end in zip(ends - lengths, ends, strict=True):
+        rank = rank_of_token[first:end]
+        pairs += np.bincount(rank, np.arange(1, end - first + 1), minlength=world_size)
+        last = np.zeros(world_size, int)
+        last[rank] = np.arange(1, end - first + 1)
+        for target in np.flatnonzero(last) if (rank != rank[0]).any() else ():
+            rows[:, target] += np.bincount(rank[: last[target]], minlength=world_size)
+    return rows * (1 - np.eye(world_size)), pairs
+
+
+def times_of_ranks(rows, pairs, *, pair_seconds, row_seconds, size):
+    """Returns the work of ranks and their exchange, in seconds.
+
+    An exchange lasts as long as a rank sends or receives, over the slower kind of links: of rows
+    inside nodes of `size` ranks, and between them, as in `row_seconds`.
+    """
+    node = np.arange(len(pairs)) // size
+    same = node[:, None] == node
+    of_links = zip((np.where(same, rows, 0), np.where(same, 0, rows)), row_seconds, strict=True)
+    exchange = [t * np.maximum(x.sum(0), x.sum(1)) for x, t in of_links]
+    return pair_seconds * pairs, np.max(exchange, axis=0)

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
+import placement_bounds as bounds
 import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
 from in_ci import in_ci
@@ -99,16 +100,75 @@ def test_hybrid_puts_documents_off_that_unbalance_a_round():
     assert second.tokens.tolist() == [4, 4]  # on both ranks
 
 
-def test_every_rule_computes_each_pair_once():
-    lengths = np.random.default_rng(0).integers(1, 400, 60).tolist()
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    whole = rules.zigzag(lengths, 16), rules.fixed_groups(lengths, 16, 4)
-    whole = *whole, rules.whole(lengths, 16, float)
-    for found in (*([x] for x in whole), rules.hybrid(lengths, 16, 50)):
-        assert sum(x.pairs.sum() for x in found) == pairs
-        for x in found:
+def test_hybrid_balances_any_costs():
+    """The square of 8 is that of four documents of 4, which have twice its tokens."""
+    (found,) = rules.hybrid([8, 4, 4, 4, 4], 2, 8)
+    assert found.tokens.tolist() == [8, 16]
+    (found,) = rules.hybrid([8, 4, 4, 4, 4], 2, 8, lambda length, ranks: length / ranks)
+    assert found.tokens.tolist() == [12, 12]
+
+
+def test_every_rule_computes_each_pair_once(monkeypatch):
+    """Also with any parts of blocks: the partitioner is not installed everywhere."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 400, 60).tolist()
+    random = lambda nets, moved, weights, most: draw.integers(0, len(most), len(weights))
+    monkeypatch.setattr(rules, "_parts_of_hypergraph", random)
+    groups = lambda rule: [rules.in_groups(lengths, 16, 4, rule)]
+    mixed = partial(rules.whole_or_zigzag, limit=200, cost=float)
+    found = {
+        "zigzag": [rules.zigzag(lengths, 16)],
+        "groups": groups(rules.zigzag),
+        "whole": [rules.whole(lengths, 16, float)],
+        "whole or zigzag": groups(mixed),
+        "hybrid": rules.hybrid(lengths, 16, 50),
+        "blocks": [rules.blocks(lengths, 16, 64)],
+    }
+    for name, rounds in found.items():
+        assert sum(x.pairs.sum() for x in rounds) == sum(x * (x + 1) // 2 for x in lengths), name
+        assert sum(x.tokens.sum() for x in rounds) >= sum(lengths), name  # padding
+        for x in rounds:
             assert len(x.pairs) == len(x.tokens) == len(x.sent) == len(x.received) == 16
             assert x.sent.sum() == x.received.sum()
+    assert found["whole"][0].tokens.sum() == sum(lengths)
+
+
+def test_blocks_move_what_pairs_on_other_ranks_need(monkeypatch):
+    """Two documents of 3 and 1 blocks over 2 ranks; the last rows of pairs are on the other one."""
+    graph = rules.BlockGraph([10, 3], 4)
+    assert graph.tokens.tolist() == [4, 4, 2, 3]
+    assert list(zip(graph.q.tolist(), graph.k.tolist(), graph.pairs.tolist(), strict=True)) == [
+        *((0, 0, 10), (1, 0, 16), (1, 1, 10)),
+        *((2, 0, 8), (2, 1, 8), (2, 2, 3), (3, 3, 6)),
+    ]
+    parts = np.array([0, 0, 1, 1, *(0, 0, 0, 1, 1, 1, 0)])  # of blocks, then of their pairs
+    monkeypatch.setattr(rules, "_parts_of_hypergraph", lambda *_: parts)
+    found = rules.blocks([10, 3], 2, 4)
+    assert found.pairs.tolist() == [42, 19] and found.tokens.tolist() == [8, 8]
+    # Rank 1 needs the keys of blocks 0 and 1; rank 0 those of block 3, whose queries come and go.
+    assert found.sent[:, 0].tolist() == [8 + 6, 3 + 6]
+    assert found.received[:, 0].tolist() == [3 + 6, 8 + 6]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_placement_receives_less_than_the_bound(seed):
+    """Random runs of tokens on random ranks, and on nodes of two: [W, T] says who holds what."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 60, 3).tolist()
+    documents = []
+    for length in lengths:
+        runs = np.cumsum(draw.random(length) < draw.choice([0.05, 0.5]))
+        documents.append(draw.integers(0, 4, runs[-1] + 1)[runs] == np.arange(4)[:, None])
+    for size in (1, 2):
+        received, tokens, pairs = np.zeros((3, 4), int)
+        for held in documents:
+            in_node = np.repeat(held.reshape(4 // size, size, -1).any(1), size, axis=0)
+            seen = held[:, ::-1].cumsum(1)[:, ::-1] > 0  # up to the last token that the rank holds
+            received += (seen & ~in_node).sum(1)
+            tokens += in_node.sum(1)
+            pairs += (in_node * np.arange(1, held.shape[1] + 1)).sum(1)
+        bound = bounds.least_received_by_the_busiest(lengths, tokens.max(), pairs.max())
+        assert bound <= received.max()
 
 
 # ---- Programs of one GPU, on a CPU; of attention also workloads and expected results.

@@ -123,8 +123,7 @@ CASES = {
         (lambda: fit(overflow=0.0), "overflow is 0.0; it needs to be between"),
         (lambda: fit(config={}), "config is of type dict; .*PlanConfig"),
         (lambda: fit(IDS), r"array of shape \(1, 96\).*Pass \[segment_ids\]"),
-        (lambda: fit(masks=("causal",)), "got masks, .* Pass placed=True"),
-        (lambda: fit(num_groups=2), "got masks, .* Pass placed=True"),
+        (lambda: fit(num_groups=2), "got num_groups, .* Pass placed=True"),
         *(
             (
                 lambda batch=batch: fit([[[1024], [1024]], batch], columns=1024),
@@ -145,10 +144,12 @@ CASES = {
         (lambda: place([[4, -1]]), "document 1 of batch row 0 has length -1"),
         (lambda: place([[1.5]]), "integer"),
         (lambda: place([8], layers=(1,)), "Pass masks"),
+        (lambda: place([8], masks=("causal",), layers=(float("nan"),)), "positive numbers"),
+        (lambda: place([8], 12, config=PlanConfig(hardware="h100")), "nodes of 8, those of"),
         (lambda: place([8], masks=("causal",), mask="causal"), "both mask and masks"),
         (lambda: place([8], masks=()), "at least one mask"),
         (lambda: place([8], masks=("causal", "full"), layers=(1,)), "one number for each mask"),
-        (lambda: place([8], masks=("causal", "full"), layers=(0, 1)), "numbers from 1"),
+        (lambda: place([8], masks=("causal", "full"), layers=(0, 1)), "positive numbers"),
         (lambda: place([3], columns=0), "columns is 0; it needs to be at least 1"),
         (lambda: place([3], columns=8.0), "columns is 8.0; it needs to be an integer"),
         (lambda: place([[4], [9]], columns=8), "row 1 sum to 9 but columns is 8"),

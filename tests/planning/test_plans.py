@@ -22,6 +22,7 @@ from properties import examples
 from random_lengths import EXTREMES
 
 from jax_cp_dispatch import Plan, PlanConfig, place_tokens, plan_attention
+from jax_cp_dispatch.cost import Hardware
 from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, PrefixLM, SharedPrefix, SlidingWindow
 from jax_cp_dispatch.planning import needs_inside_jit
 
@@ -86,8 +87,12 @@ LENGTHS = st.sampled_from([*EXTREMES.values()]) | st.lists(
 ROWS = st.none() | st.integers(1, 150)
 
 
+SLOW_LINKS = Hardware(1e12, 1e10, 0, "nvswitch", rail_bandwidth=1e9)
+
+
 def draw_config(data, world_size, **others):
     return PlanConfig(
+        hardware=data.draw(st.sampled_from([None, SLOW_LINKS])),
         block=data.draw(st.sampled_from([None, 4])),
         kv_capacity=data.draw(ROWS),
         ranks_per_node=data.draw(st.sampled_from([None, 1, 2 - world_size % 2])),

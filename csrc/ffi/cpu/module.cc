@@ -182,8 +182,10 @@ PairCount PairsOf(const Mask& mask) {
   return pairs;
 }
 
-Mask MaskOf(const PairCount& pairs) { return Mask(pairs.left, pairs.right, pairs.chunk); }
-Mask MaskOf(const PairSum& pairs) { return MaskOf(pairs.terms.front().pairs); }
+Mask MaskOf(const PairSum& pairs) {
+  const PairCount& first = pairs.terms.front().pairs;
+  return Mask(first.left, first.right, first.chunk);
+}
 
 // Rows (rank, document, start, end), by rank, document and start.
 Pieces RowsOf(const RankPieces& ranks) {
@@ -231,6 +233,11 @@ SharedTable TableOf(const std::vector<int64_t>& lengths, const Numbers& pairs_be
   return std::make_shared<const QueryTable>(std::move(table));
 }
 
+using Times = std::tuple<int64_t, int64_t>;  // of a row inside a node, and between nodes
+
+Times TimesOf(const RowTime& time) { return {time.inside, time.between}; }
+RowTime RowTimeOf(const Times& times) { return {std::get<0>(times), std::get<1>(times)}; }
+
 // The fields that both problems have; the headers of `csrc/planner` describe them.
 template <typename Problem>
 nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
@@ -243,8 +250,20 @@ nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
       .def_rw("ranks_per_node", &Problem::ranks_per_node)
       .def_rw("block", &Problem::block)
       .def_prop_rw(
+          "key_time", [](const Problem& x) { return TimesOf(x.key_time); },
+          [](Problem& x, const Times& times) { x.key_time = RowTimeOf(times); })
+      .def_prop_rw(
           "pairs", [](const Problem& x) { return MaskOf(x.pairs); },
           [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); })
+      .def(
+          "set_layers",
+          [](Problem& x, const std::vector<std::tuple<Mask, int64_t>>& masks) {
+            x.pairs.terms.clear();
+            for (const auto& [mask, layers] : masks) {
+              x.pairs.terms.push_back({PairsOf(mask), layers});
+            }
+          },
+          nb::arg("masks"), "Several masks in place of `pairs`, and how many layers use each.")
       .def(
           "set_table",
           [](Problem& x, const Numbers& pairs_before, const Numbers& first_key,
@@ -264,15 +283,6 @@ void BindPlanner(nb::module_& m) {
       nb::arg("pairs"), nb::arg("start"), nb::arg("end"), nb::arg("length"),
       "Pairs of the queries [start, end) of a document, as the planner counts them.");
   BindProblem<PlacementProblem>(m, "PlacementProblem")
-      .def(
-          "set_layers",
-          [](PlacementProblem& x, const std::vector<std::tuple<Mask, int64_t>>& masks) {
-            x.pairs.terms.clear();
-            for (const auto& [mask, layers] : masks) {
-              x.pairs.terms.push_back({PairsOf(mask), layers});
-            }
-          },
-          nb::arg("masks"), "Several masks in place of `pairs`, and how many layers use each.")
       .def_rw("tokens_per_rank", &PlacementProblem::tokens_per_rank)
       .def_rw("max_received", &PlacementProblem::max_received);
   BindProblem<QueryProblem>(m, "QueryProblem")
@@ -280,6 +290,9 @@ void BindPlanner(nb::module_& m) {
       .def_rw("columns_per_rank", &QueryProblem::columns_per_rank)
       .def_rw("query_cost", &QueryProblem::query_cost)
       .def_rw("key_cost", &QueryProblem::key_cost)
+      .def_prop_rw(
+          "query_time", [](const QueryProblem& x) { return TimesOf(x.query_time); },
+          [](QueryProblem& x, const Times& times) { x.query_time = RowTimeOf(times); })
       .def_rw("max_queries", &QueryProblem::max_queries)
       .def_rw("max_keys", &QueryProblem::max_keys)
       .def_rw("wanted_piece", &QueryProblem::wanted_piece);

@@ -31,7 +31,7 @@ from jax_cp_dispatch.attention.local.ranges import RowRanges, SoftmaxGradients, 
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.attention.rotating import ranges_of_rows
 from jax_cp_dispatch.cost import Hardware, Moves, StepCost, Workload, rows_by_link
-from jax_cp_dispatch.cost.attention import Pass, Receivers, attention_seconds, step_cost
+from jax_cp_dispatch.cost.attention import Pass, Receivers, attention_seconds, steps_around
 from jax_cp_dispatch.cost.pairs import (
     decisive_pairs,
     estimated_moves,
@@ -124,12 +124,10 @@ class Balanced(Algorithm):
         return (cls(),) if layout == "contiguous" else ()
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
-        heads: Any = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
-        config = dataclasses.replace(self.config, **heads)
-        return plan_attention(**arguments_for_plan(workload, hardware, config))
+        return plan_attention(**arguments_for_plan(workload, hardware, self.config))
 
     def _steps(self, of: Pass) -> list[StepCost]:
-        """Queries, keys and values are sent, all ranks do equal work, and the output returns.
+        """Queries, keys and values are sent, ranks attend, and the output returns.
 
         Without `moves`, their number is estimated.
         """
@@ -189,22 +187,22 @@ class Placed(Algorithm):
         return (cls(),) if can_place and layout == "contiguous" else ()
 
     def placement_for(self, workload: Workload, hardware: Hardware) -> Placement:
-        """Places the tokens of a workload for the nodes of the hardware."""
-        return place_tokens(**arguments_for_plan(workload, hardware, PlanConfig()))
+        """Places the tokens of a workload, for training steps of least time on the hardware."""
+        config = PlanConfig(hardware=hardware, backward=True)
+        return place_tokens(**arguments_for_plan(workload, hardware, config))
 
     def plan_for(self, workload: Workload, hardware: Hardware) -> Plan:
         return self.placement_for(workload, hardware).plan
 
     def _steps(self, of: Pass) -> list[StepCost]:
-        """Keys arrive before attention, of equal work; their gradients return after it."""
+        """Keys arrive before attention; their gradients return after it."""
         if of.moves is None:
             raise ValueError(
                 "step_costs: 'placed' needs moves, the rows of keys that each rank sends. Pass "
                 "moves=Moves(0, rows): num_kv_tokens_moved of the plan of place_tokens, divided by "
                 "the ranks."
             )
-        steps = planned_steps(of)
-        return steps[1:] if of.backward else steps[:-1]
+        return planned_steps(of)
 
 
 # ---- Attention by a plan: keys move to the queries, and queries to other ranks or not at all.
@@ -341,8 +339,10 @@ class PlannedMovement(Movement):
 
 
 def arguments_for_plan(workload: Workload, hardware: Hardware, config: PlanConfig) -> Any:
-    """Returns what plans a workload, for the nodes of the hardware."""
+    """Returns what plans a workload, for its heads and the nodes of the hardware."""
     n, size = workload.num_ranks, hardware.node_size(workload.num_ranks)
+    heads: Any = {"num_heads": workload.num_heads, "num_kv_heads": workload.num_kv_heads}
+    config = dataclasses.replace(config, **heads)
     config = dataclasses.replace(config, ranks_per_node=size if size < n else None)
     documents = {"lengths": workload.rows, "columns": n * workload.tokens_per_rank}
     return documents | {"world_size": n, "mask": workload.mask, "config": config}
@@ -358,7 +358,7 @@ def moves_of_plan(plan: Plan | None, hardware: Hardware) -> Moves | None:
         sent, size = metadata.rows_between_ranks(), hardware.node_size(metadata.world_size)
         return rows_by_link(sent, ranks_per_node=size, capacity=capacity)
 
-    return Moves(0 if plan.is_placed else rows("q"), rows("kv"))
+    return Moves(0 if plan.is_placed else rows("q"), rows("kv"), np.asarray(plan.pairs, float))
 
 
 def planned_program(call: Call, plan: Plan, qkv: list[Shape], *, backward: bool) -> RankProgram:
@@ -442,9 +442,11 @@ class Halo(Algorithm):
         compute = attention_seconds(of, self._pairs(of), **rows, is_planned=True)
         row = workload.kv_bytes(1, itemsize=4 if backward else None)
         num_bytes = rows_by_link(sent, ranks_per_node=size, capacity=capacity).times(row)
-        exchange = step_cost(of, 0.0, num_bytes, _receivers(sent, size), row * own)
-        steps = [exchange, StepCost(compute, 0.0, 0.0)]
-        return steps[::-1] if backward else steps
+        exchanges = [(num_bytes, row * own), (num_bytes.times(0), 0.0)]
+        if backward:
+            exchanges.reverse()
+        steps = steps_around(of, compute, *exchanges, _receivers(sent, size))
+        return steps[1:] if backward else steps[:-1]
 
     def _pairs(self, of: Pass) -> float:
         pairs = pairs_between_ranks(of.workload, zigzag=self.layout == "zigzag").sum(1)

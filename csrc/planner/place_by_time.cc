@@ -1,0 +1,579 @@
+// A construction of placements whose ranks take equally long, with what they send and receive.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <map>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "planner/placement.h"
+
+namespace cpd {
+namespace {
+
+constexpr int64_t kRounds = 5;       // that bring the heads of a document in line with its tails
+constexpr int64_t kShareStep = 10;   // thousandths of the time that is left
+constexpr int64_t kWhole = 500;      // thousandths of a rank's time: documents below it stay whole
+constexpr int64_t kTargets = 6;      // steps of the search for the time of the slowest rank
+constexpr int64_t kLearned = 4;      // placements that learn from the one before
+constexpr int64_t kBalances = 3;     // repairs of the best placement
+constexpr int64_t kNearMean = 1010;  // thousandths of the mean time that ranks may take
+
+// ---- Rows that move on each kind of link: inside a node, and between nodes.
+
+struct Links {
+  std::array<int64_t, 2> sent{}, received{};
+};
+
+int64_t ExchangeTime(const PlacementProblem& problem, const Links& links) {
+  return std::max(problem.key_time.inside * std::max(links.sent[0], links.received[0]),
+                  problem.key_time.between * std::max(links.sent[1], links.received[1]));
+}
+
+// The rows of a document that ranks need, each as often as ranks need it.
+class SumOfNeeds {
+ public:
+  explicit SumOfNeeds(const std::vector<Piece>& needs) {
+    for (const Piece& need : needs) {
+      starts_.at.push_back(need.start);
+      ends_.at.push_back(need.end);
+    }
+    for (Edges* edges : {&starts_, &ends_}) {
+      std::sort(edges->at.begin(), edges->at.end());
+      for (int64_t at : edges->at) edges->sum.push_back(edges->sum.back() + at);
+    }
+  }
+
+  int64_t Rows(const Piece& piece) const { return Before(piece.end) - Before(piece.start); }
+
+ private:
+  struct Edges {
+    std::vector<int64_t> at, sum{0};  // sorted, and the sum of those before each
+
+    // The sum of min(x, edge).
+    int64_t Clipped(int64_t x) const {
+      const int64_t num = std::lower_bound(at.begin(), at.end(), x) - at.begin();
+      return sum[num] + x * (static_cast<int64_t>(at.size()) - num);
+    }
+  };
+
+  int64_t Before(int64_t x) const { return ends_.Clipped(x) - starts_.Clipped(x); }
+
+  Edges starts_, ends_;
+};
+
+// ---- One document, cut over ranks: tails from its end, and heads, which are sent to all of them.
+
+// What a rank may spend on the document.
+struct Budget {
+  int32_t rank = 0;
+  int64_t time = 0;
+  int64_t tokens = 0;
+};
+
+using Parts = std::vector<std::vector<Piece>>;  // of each budget
+
+class DocumentCut {
+ public:
+  DocumentCut(const PlacementProblem& problem, int32_t document)
+      : problem_(problem),
+        document_(document),
+        length_(problem.lengths[document]),
+        reach_(length_ - 1 - problem.FirstKey(document, length_ - 1)) {}
+
+  // Nothing, if the budgets do not suffice.
+  Parts Cut(const std::vector<Budget>& budgets) const {
+    const size_t num = budgets.size();
+    std::vector<int64_t> row_time = RowTimes(budgets), head(num), rows(num);
+    int64_t holders = 0;
+    for (int64_t round = 0; round < kRounds; ++round) {
+      Parts parts(num);
+      std::vector<int64_t> spare(num);
+      const int64_t last = std::max<int64_t>(0, holders - 1);
+      int64_t end = length_, at = 0;
+      holders = 0;
+      for (size_t i = 0; i < num && end > 0; ++i) {
+        const int32_t rank = budgets[i].rank;
+        const int64_t time = budgets[i].time - problem_.Time({at, at + head[i], document_}, rank);
+        at += head[i];
+        const auto rows_of = [&](int64_t start) {
+          const int64_t received = start - problem_.FirstKey(document_, start) - head[i];
+          return std::max(received, Sent(end - start, holders) + head[i] * last);
+        };
+        const int64_t least = std::max<int64_t>(0, end - budgets[i].tokens);
+        const int64_t start = FirstThat(least, end, [&](int64_t start) {
+          return problem_.Time({start, end, document_}, rank) + row_time[i] * rows_of(start) <=
+                 time;
+        });
+        rows[i] = rows_of(start);
+        if (start == end) continue;
+        spare[i] = std::max<int64_t>(1, start - Sent(end - start, holders));
+        parts[i].push_back({start, end, document_});
+        end = start;
+        ++holders;
+      }
+      if (end > 0 && (holders == 0 || IsLimited())) return {};
+      ShareHeads(end, holders, &spare);
+      head = std::move(spare);
+      at = 0;
+      for (size_t i = 0; i < num; ++i) {
+        if (head[i] > 0) parts[i].insert(parts[i].begin(), {at, at + head[i], document_});
+        at += head[i];
+      }
+      const std::vector<int64_t> exchange = ExchangeTimesOf(budgets, parts);
+      if (Fits(budgets, parts, exchange)) return parts;
+      for (size_t i = 0; i < num; ++i) {
+        if (rows[i] > 0 && !parts[i].empty())
+          row_time[i] = (row_time[i] + exchange[i] / rows[i]) / 2;
+      }
+    }
+    return {};
+  }
+
+  // What the ranks send and receive. The keys that a rank needs are one range.
+  std::vector<Links> LinksOf(const std::vector<Budget>& budgets, const Parts& parts) const {
+    std::vector<Piece> needs(parts.size());
+    std::map<int32_t, std::vector<size_t>> nodes;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      if (parts[i].empty()) continue;
+      needs[i] = {problem_.FirstKey(document_, parts[i].front().start),
+                  problem_.LastKey(document_, parts[i].back().end), document_};
+      nodes[problem_.NodeOf(budgets[i].rank)].push_back(i);
+    }
+    const SumOfNeeds all(needs);
+    std::vector<Links> links(parts.size());
+    for (const auto& [node, members] : nodes) {
+      for (size_t from : members) {
+        int64_t sent = 0, held = 0;
+        for (const Piece& piece : parts[from]) sent += all.Rows(piece), held += piece.num_tokens();
+        links[from].sent[1] += sent - held;
+        links[from].received[1] += needs[from].num_tokens() - held;
+        for (size_t to : members) {
+          if (to == from) continue;
+          int64_t rows = 0;
+          for (const Piece& piece : parts[from]) {
+            rows += std::max<int64_t>(
+                0, std::min(piece.end, needs[to].end) - std::max(piece.start, needs[to].start));
+          }
+          links[from].sent[0] += rows, links[from].sent[1] -= rows;
+          links[to].received[0] += rows, links[to].received[1] -= rows;
+        }
+      }
+    }
+    return links;
+  }
+
+ private:
+  // Of each rank: of a row that moves, if the same number of them goes to all ranks.
+  std::vector<int64_t> RowTimes(const std::vector<Budget>& budgets) const {
+    const auto num = static_cast<int64_t>(budgets.size());
+    std::map<int32_t, int64_t> inside;
+    for (const Budget& budget : budgets) ++inside[problem_.NodeOf(budget.rank)];
+    std::vector<int64_t> times;
+    for (const Budget& budget : budgets) {
+      const int64_t near = inside[problem_.NodeOf(budget.rank)];
+      times.push_back(std::max(problem_.key_time.inside * near / num,
+                               problem_.key_time.between * (num - near) / num));
+    }
+    return times;
+  }
+
+  // Rows of a tail that go to the ranks with later ones.
+  int64_t Sent(int64_t tokens, int64_t holders) const {
+    const int64_t all = tokens * holders;
+    return IsLimited() ? std::min(all, reach_) : all;
+  }
+  // Not all queries see the first key.
+  bool IsLimited() const { return reach_ + 1 < length_; }
+
+  // Gives the first `end` tokens to ranks in proportion to the rows that they can still send.
+  static void ShareHeads(int64_t end, int64_t holders, std::vector<int64_t>* spare) {
+    const int64_t needed = end * std::max<int64_t>(1, holders - 1);
+    int64_t sum = std::accumulate(spare->begin(), spare->end(), int64_t{0});
+    const int64_t more = sum < needed ? (needed - sum) / std::max<int64_t>(1, holders) : 0;
+    for (int64_t& x : *spare) x += x > 0 ? more : 0;
+    sum = std::max<int64_t>(1, std::accumulate(spare->begin(), spare->end(), int64_t{0}));
+    int64_t before = 0, given = 0;
+    for (int64_t& x : *spare) {
+      before += x;
+      const auto until = static_cast<int64_t>(static_cast<Wide>(end) * before / sum);
+      x = until - given;
+      given = until;
+    }
+  }
+
+  std::vector<int64_t> ExchangeTimesOf(const std::vector<Budget>& budgets,
+                                       const Parts& parts) const {
+    const std::vector<Links> links = LinksOf(budgets, parts);
+    std::vector<int64_t> times;
+    for (const Links& x : links) times.push_back(ExchangeTime(problem_, x));
+    return times;
+  }
+
+  bool Fits(const std::vector<Budget>& budgets, const Parts& parts,
+            std::vector<int64_t> times) const {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      int64_t held = 0;
+      for (const Piece& piece : parts[i]) {
+        times[i] += problem_.Time(piece, budgets[i].rank), held += piece.num_tokens();
+      }
+      if (times[i] > budgets[i].time + budgets[i].time / 50 || held > budgets[i].tokens) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  const PlacementProblem& problem_;
+  const int32_t document_;
+  const int64_t length_, reach_;
+};
+
+// ---- All documents: long ones cut, others whole, and gaps filled.
+
+// Of each document, if it is cut: thousandths of the time left of its ranks.
+using Shares = std::vector<int64_t>;
+
+class Placer {
+ public:
+  Placer(const PlacementProblem& problem, const Shares& shares, int64_t target)
+      : problem_(problem),
+        shares_(shares),
+        target_(target),
+        size_(problem.HasNodes() ? problem.ranks_per_node : problem.num_ranks),
+        ranks_(problem.num_ranks),
+        room_(problem.num_ranks, problem.tokens_per_rank),
+        time_(problem.num_ranks),
+        links_(problem.num_ranks) {}
+
+  // Cuts long documents. Returns whether all of them fit the target.
+  bool CutLong(const std::vector<Piece>& by_length) {
+    for (const Piece& item : by_length) {
+      const bool is_whole = problem_.Work(item) <= Scaled(target_, kWhole) &&
+                            item.num_tokens() <= problem_.tokens_per_rank * 9 / 10;
+      if (is_whole) {
+        whole_.push_back(item);
+        continue;
+      }
+      cut_.push_back(item.document);
+      if (!CutInNode(item) && !CutOverNodes(item)) {
+        is_fit_ = false;
+        gaps_.push_back(item);
+      }
+    }
+    return is_fit_;
+  }
+
+  // The mean time of ranks, with the exchange of what is placed.
+  int64_t MeanTime() const {
+    Wide sum = 0;
+    for (int32_t r = 0; r < problem_.num_ranks; ++r) sum += Load(r);
+    for (const Piece& item : whole_) sum += problem_.Work(item);
+    return static_cast<int64_t>(sum / problem_.num_ranks);
+  }
+
+  int64_t MostTime() const {
+    int64_t most = 0;
+    for (int32_t r = 0; r < problem_.num_ranks; ++r) most = std::max(most, Load(r));
+    return most;
+  }
+
+  RankPieces Fill() {
+    const int64_t mean = MeanTime();
+    Wide rest = 0;
+    int64_t rooms = std::accumulate(room_.begin(), room_.end(), int64_t{0});
+    for (const Piece& item : whole_) rest += problem_.Work(item);
+    for (const Piece& item : whole_) {
+      // Whole to the rank whose time lacks most beside what its room needs of the rest.
+      const auto density = rest * 1024 / std::max<int64_t>(1, rooms);
+      int32_t best = -1;
+      Wide most = 0;
+      for (int32_t r = 0; r < problem_.num_ranks; ++r) {
+        if (room_[r] < item.num_tokens()) continue;
+        const Wide lacks = static_cast<Wide>(mean - Load(r)) * 1024 - density * room_[r];
+        if (best < 0 || lacks > most) best = r, most = lacks;
+      }
+      rest -= problem_.Work(item);
+      if (best < 0) {
+        gaps_.push_back(item);
+        continue;
+      }
+      Give(item, best);
+      rooms -= item.num_tokens();
+    }
+    for (const Piece& item : gaps_) FillGaps(item);
+    for (std::vector<Piece>& pieces : ranks_) SortAndJoin(&pieces);
+    return ranks_;
+  }
+
+  // Cut documents whose ranks took longer than the mean get a smaller share, others a larger one.
+  void Learn(Shares* shares) const {
+    const std::vector<int64_t> exchange = ExchangeTimes(problem_, ranks_);
+    std::vector<int64_t> times(problem_.lengths.size());
+    Wide sum = 0;
+    for (int32_t r = 0; r < problem_.num_ranks; ++r) {
+      const int64_t time = time_[r] + exchange[r];
+      sum += time;
+      for (const Piece& piece : ranks_[r]) {
+        times[piece.document] = std::max(times[piece.document], time);
+      }
+    }
+    const auto mean = static_cast<int64_t>(sum / problem_.num_ranks);
+    for (int32_t document : cut_) {
+      int64_t& share = (*shares)[document];
+      const int64_t late = times[document] - mean;
+      const Wide less = static_cast<Wide>(late) * 750 / std::max<int64_t>(1, mean);
+      share = static_cast<int64_t>(std::clamp<Wide>(share - less, 400, 1000));
+    }
+  }
+
+ private:
+  int64_t Load(int32_t rank) const { return time_[rank] + ExchangeTime(problem_, links_[rank]); }
+  int64_t Left(int32_t rank) const { return std::max<int64_t>(0, target_ - Load(rank)); }
+
+  void Give(const Piece& piece, int32_t rank) {
+    ranks_[rank].push_back(piece);
+    room_[rank] -= piece.num_tokens();
+    time_[rank] += problem_.Time(piece, rank);
+  }
+
+  void Give(const DocumentCut& cut, const std::vector<Budget>& budgets, const Parts& parts) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      for (const Piece& piece : parts[i]) Give(piece, budgets[i].rank);
+    }
+    const std::vector<Links> links = cut.LinksOf(budgets, parts);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      Links& of_rank = links_[budgets[i].rank];
+      for (int link : {0, 1}) {
+        of_rank.sent[link] += links[i].sent[link];
+        of_rank.received[link] += links[i].received[link];
+      }
+    }
+  }
+
+  // The ranks [first, last), those with the most time left first.
+  std::vector<int32_t> ByTimeLeft(int32_t first, int32_t last) const {
+    std::vector<int32_t> ranks(last - first);
+    std::iota(ranks.begin(), ranks.end(), first);
+    std::stable_sort(ranks.begin(), ranks.end(),
+                     [&](int32_t a, int32_t b) { return Left(a) > Left(b); });
+    return ranks;
+  }
+
+  std::vector<Budget> BudgetsOf(const std::vector<int32_t>& ranks, size_t num,
+                                int64_t permille) const {
+    std::vector<Budget> budgets;
+    for (size_t i = 0; i < num; ++i) {
+      const int32_t rank = ranks[i];
+      budgets.push_back({rank, Scaled(Left(rank), permille), room_[rank] - room_[rank] / 32});
+    }
+    return budgets;
+  }
+
+  int64_t TimeLeft(int32_t node) const {
+    int64_t left = 0;
+    for (int32_t i = 0; i < size_; ++i) left += Left(node * size_ + i);
+    return left;
+  }
+
+  // As few ranks of the node with the most time left as its share of their time allows.
+  bool CutInNode(const Piece& item) {
+    int32_t node = 0;
+    for (int32_t other = 1; other < problem_.num_ranks / size_; ++other) {
+      if (TimeLeft(other) > TimeLeft(node)) node = other;
+    }
+    const std::vector<int32_t> ranks = ByTimeLeft(node * size_, (node + 1) * size_);
+    const DocumentCut cut(problem_, item.document);
+    const auto parts = [&](int64_t num, int64_t permille) {
+      return cut.Cut(BudgetsOf(ranks, num, permille));
+    };
+    const int64_t most = shares_[item.document];
+    const int64_t least = problem_.Work(item) / std::max<int64_t>(1, Scaled(Left(ranks[0]), most));
+    if (least > size_) return false;
+    const int64_t num = FirstThat(std::max<int64_t>(1, least), size_ + 1,
+                                  [&](int64_t num) { return !parts(num, most).empty(); });
+    if (num > size_) return false;
+    int64_t share = kShareStep * FirstThat(1, most / kShareStep, [&](int64_t steps) {
+                      return !parts(num, kShareStep * steps).empty();
+                    });
+    Parts best = parts(num, share);
+    if (best.empty()) share = most, best = parts(num, share);
+    Give(cut, BudgetsOf(ranks, num, share), best);
+    return true;
+  }
+
+  // As few ranks as its share of their time allows, of the nodes with the most time left.
+  bool CutOverNodes(const Piece& item) {
+    const int32_t num_nodes = problem_.num_ranks / size_;
+    if (num_nodes == 1) return false;
+    std::vector<int32_t> nodes(num_nodes), ranks;
+    std::iota(nodes.begin(), nodes.end(), 0);
+    std::stable_sort(nodes.begin(), nodes.end(),
+                     [&](int32_t a, int32_t b) { return TimeLeft(a) > TimeLeft(b); });
+    for (int32_t node : nodes) {
+      for (int32_t rank : ByTimeLeft(node * size_, (node + 1) * size_)) ranks.push_back(rank);
+    }
+    const DocumentCut cut(problem_, item.document);
+    // Neighbours in the document are in different nodes, so that all send as much to other nodes.
+    const auto budgets = [&](int64_t num) {
+      std::vector<int32_t> taken;
+      for (int32_t first = 0; first < size_; ++first) {
+        for (int64_t i = first; i < num; i += size_) taken.push_back(ranks[i]);
+      }
+      return BudgetsOf(taken, num, shares_[item.document]);
+    };
+    const auto fits = [&](int64_t num) { return !cut.Cut(budgets(num)).empty(); };
+    const int64_t most = problem_.num_ranks;
+    const int64_t share = Scaled(Left(ranks[0]), shares_[item.document]);
+    int64_t low = std::max<int64_t>(size_ + 1, problem_.Work(item) / std::max<int64_t>(1, share));
+    low = std::min(low, most);
+    int64_t high = low;
+    while (high < most && !fits(high)) low = high + 1, high = std::min(most, high + 1 + high / 4);
+    const int64_t num = FirstThat(low, high + 1, fits);
+    if (num > high) return false;
+    Give(cut, budgets(num), cut.Cut(budgets(num)));
+    return true;
+  }
+
+  // Where there is most room; the rest in the same node, if possible.
+  void FillGaps(Piece item) {
+    int32_t node = -1;
+    while (item.num_tokens() > 0) {
+      int32_t best = -1;
+      for (int32_t r = 0; r < problem_.num_ranks; ++r) {
+        if (room_[r] == 0) continue;
+        const bool is_near = r / size_ == node, was_near = best >= 0 && best / size_ == node;
+        if (best < 0 || is_near > was_near || (is_near == was_near && room_[r] > room_[best])) {
+          best = r;
+        }
+      }
+      const int64_t end = std::min(item.end, item.start + room_[best]);
+      Give({item.start, end, item.document}, best);
+      item.start = end;
+      node = best / size_;
+    }
+  }
+
+  const PlacementProblem& problem_;
+  const Shares& shares_;
+  const int64_t target_;
+  const int32_t size_;  // of a node
+  RankPieces ranks_;
+  std::vector<int64_t> room_, time_;
+  std::vector<Links> links_;
+  std::vector<Piece> whole_, gaps_;
+  std::vector<int32_t> cut_;
+  bool is_fit_ = true;
+};
+
+// Gives each rank as much work as the mean time leaves beside what it sends and receives.
+PlacementProblem WithTimeLimits(const PlacementProblem& problem, const RankPieces& ranks) {
+  const std::vector<int64_t> exchange = ExchangeTimes(problem, ranks);
+  const int64_t fastest = problem.fastest_speed;
+  Wide work = 0;
+  for (const std::vector<Piece>& pieces : ranks) {
+    for (const Piece& piece : pieces) work += problem.Work(piece);
+  }
+  std::vector<char> is_idle(ranks.size());
+  Wide mean = 0;
+  for (bool is_changed = true; is_changed;) {
+    Wide time = work * fastest, speed = 0;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      if (is_idle[r]) continue;
+      time += static_cast<Wide>(exchange[r]) * problem.speeds[r], speed += problem.speeds[r];
+    }
+    mean = time / speed;
+    is_changed = false;
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      if (!is_idle[r] && exchange[r] > mean) is_idle[r] = is_changed = true;
+    }
+  }
+  PlacementProblem limited = problem;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const Wide left = std::max<Wide>(0, mean * kNearMean / 1000 - exchange[r]);
+    limited.limits[r] = static_cast<int64_t>(left * problem.speeds[r] / fastest);
+  }
+  return limited;
+}
+
+// Brings ranks close to the mean time, by exchanges of documents that are whole.
+void BalanceTime(const PlacementProblem& problem, RankPieces* ranks) {
+  PlacementProblem limited = WithTimeLimits(problem, *ranks);
+  RankPieces cut(ranks->size());
+  for (size_t r = 0; r < ranks->size(); ++r) {
+    std::vector<Piece> whole;
+    for (const Piece& piece : (*ranks)[r]) {
+      const bool is_whole = piece.num_tokens() == problem.lengths[piece.document];
+      (is_whole ? whole : cut[r]).push_back(piece);
+      if (!is_whole) limited.limits[r] -= problem.Work(piece);
+    }
+    (*ranks)[r] = std::move(whole);
+  }
+  RepairBalance(limited, ranks, false);
+  for (size_t r = 0; r < ranks->size(); ++r) {
+    (*ranks)[r].insert((*ranks)[r].end(), cut[r].begin(), cut[r].end());
+    SortAndJoin(&(*ranks)[r]);
+  }
+}
+
+}  // namespace
+
+std::vector<int64_t> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks) {
+  std::vector<Links> links(ranks.size());
+  for (const Traffic& x : ListTraffic(problem, ranks)) {
+    const bool is_between = problem.NodeOf(x.source) != problem.NodeOf(x.target);
+    links[x.source].sent[is_between] += x.keys;
+    links[x.target].received[is_between] += x.keys;
+  }
+  std::vector<int64_t> times;
+  for (const Links& x : links) times.push_back(ExchangeTime(problem, x));
+  return times;
+}
+
+RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items, RankPieces best) {
+  std::stable_sort(items.begin(), items.end(),
+                   [&](const Piece& a, const Piece& b) { return a.num_tokens() > b.num_tokens(); });
+  struct Found {
+    PlacementCost cost;
+    RankPieces ranks;
+  };
+  std::vector<Found> found{{CostOf(problem, best), best}};
+  if (found[0].cost.excess == 0 || problem.block > 1) return best;
+  Wide work = 0;
+  for (const Piece& item : items) work += problem.Work(item);
+  const auto mean = static_cast<int64_t>(work / problem.num_ranks);
+  for (int64_t share : {900, 950}) {
+    Shares shares(problem.lengths.size(), share);
+    int64_t low = mean, high = 4 * mean;
+    for (int64_t i = 0; i < kTargets; ++i) {
+      const int64_t middle = low + (high - low) / 3;
+      Placer placer(problem, shares, middle);
+      const bool fits =
+          placer.CutLong(items) && placer.MeanTime() <= middle && placer.MostTime() <= middle;
+      (fits ? high : low) = middle;
+    }
+    for (int64_t i = 0; i < kLearned; ++i) {
+      Placer placer(problem, shares, high);
+      const bool is_fit = placer.CutLong(items);
+      const int64_t time = placer.MeanTime();
+      RankPieces ranks = placer.Fill();
+      found.push_back({CostOf(problem, ranks), std::move(ranks)});
+      if (is_fit) placer.Learn(&shares);
+      high = is_fit ? time + time / 50 : high + high / 10;
+    }
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Found& a, const Found& b) { return a.cost < b.cost; });
+  Found least = found[0];
+  for (int64_t i = 0; i < kBalances; ++i) {
+    BalanceTime(problem, &found[0].ranks);
+    const PlacementCost cost = CostOf(problem, found[0].ranks);
+    if (!(cost < least.cost)) break;
+    least = {cost, found[0].ranks};
+  }
+  return least.ranks;
+}
+
+}  // namespace cpd
