@@ -128,7 +128,9 @@ def counted(rounds: list[Round], lengths: list[int], *, is_ring: bool) -> dict[s
     world_size, total = len(rounds[0].pairs), sum(lengths)
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     assert abs(sum(x.pairs.sum(dtype=float) for x in rounds) / pairs - 1) < 1e-5  # plans: float32
-    sent, received = (sum(getattr(x, name) for x in rounds) for name in ("sent", "received"))
+    sent, received = (
+        np.sum([getattr(x, name) for x in rounds], 0) for name in ("sent", "received")
+    )
     keys, of_tokens = np.maximum(sent, received), KV_BYTES * world_size / total
     seconds, with_links = step_seconds(rounds, is_ring=is_ring)
     return {

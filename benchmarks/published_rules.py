@@ -391,17 +391,16 @@ def blocks(lengths: Iterable[int], num_ranks: int, block: int, tolerance: float 
       ModuleNotFoundError: the package mtkahypar is not installed.
     """
     graph, size = BlockGraph(list(lengths), block), min(NODE, num_ranks)
-    divide = lambda parts, *which: graph.divide(parts, *which, tolerance)
     every = np.arange(len(graph.tokens)), np.arange(len(graph.pairs))
     nodes = (
         [np.zeros_like(x) for x in every]
         if size == num_ranks
-        else divide(num_ranks // size, *every)
+        else graph.divide(num_ranks // size, *every, tolerance=tolerance)
     )
     home, place = np.zeros_like(every[0]), np.zeros_like(every[1])
     for node in range(num_ranks // size):
         data, pairs = (np.flatnonzero(x == node) for x in nodes)
-        inside = divide(size, data, pairs)
+        inside = graph.divide(size, data, pairs, tolerance)
         home[data], place[pairs] = (node * size + x for x in inside)
     sent, received = np.zeros((2, num_ranks, 2), np.int64)
 

@@ -442,10 +442,9 @@ class Halo(Algorithm):
         compute = attention_seconds(of, self._pairs(of), **rows, is_planned=True)
         row = workload.kv_bytes(1, itemsize=4 if backward else None)
         num_bytes = rows_by_link(sent, ranks_per_node=size, capacity=capacity).times(row)
-        exchanges = [(num_bytes, row * own), (num_bytes.times(0), 0.0)]
-        if backward:
-            exchanges.reverse()
-        steps = steps_around(of, compute, *exchanges, _receivers(sent, size))
+        keys, none = (num_bytes, row * own), (num_bytes.times(0), 0.0)
+        before, after = (none, keys) if backward else (keys, none)
+        steps = steps_around(of, compute, before, after, _receivers(sent, size))
         return steps[1:] if backward else steps[:-1]
 
     def _pairs(self, of: Pass) -> float:
