@@ -19,6 +19,7 @@ from jax_cp_dispatch import (
     profiling,
     scaling,
     scenarios,
+    selected,
     sequence,
 )
 from jax_cp_dispatch._dispatch import (
@@ -116,6 +117,7 @@ __all__ = [
     "ragged_all_to_all",
     "scaling",
     "scenarios",
+    "selected",
     "sequence",
     "stack_plans",
 ]

@@ -18,6 +18,7 @@ from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import is_traced, read_options, vary_alike
 from jax_cp_dispatch.attention.algorithms import Algorithm, refuse, run_unless_empty
 from jax_cp_dispatch.attention.choose import Auto, read_algorithm
+from jax_cp_dispatch.attention.local.picked import read_picks
 from jax_cp_dispatch.attention.local.ranges import check_softmax
 from jax_cp_dispatch.attention.operands import (
     OP,
@@ -26,6 +27,7 @@ from jax_cp_dispatch.attention.operands import (
     Outputs,
     check_operand_rows,
     check_specs,
+    key_shapes,
     read_operands,
     with_own_heads,
 )
@@ -45,7 +47,7 @@ from jax_cp_dispatch.global_call import (
     on_all_ranks,
     pad_tokens,
 )
-from jax_cp_dispatch.masks import Mask
+from jax_cp_dispatch.masks import Mask, Selected
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
 from jax_cp_dispatch.planning.plan import check_plan
@@ -77,6 +79,7 @@ def context_parallel_attention(
     expand: Callable[..., Any] | None = None,
     weights: PyTree[HostOrDevice] = None,
     weight_specs: Any = None,
+    value_size: int | None = None,
     scale: float | None = None,
     logit_soft_cap: float | None = None,
     implementation: str | None = None,
@@ -101,7 +104,7 @@ def context_parallel_attention(
       q: queries, T tokens, sharded or to be sharded over `axis_name` in equal contiguous parts;
         bfloat16, float16, float32 or float64, as k and v.
       k: keys; K divides N. With `expand`, latent rows instead: a pytree of arrays `[B, T, ...]`.
-      v: values; None with `expand`.
+      v: values; None with `expand` or `value_size`.
       axis_name: the mesh axis over which the sequence is sharded, or several, major axis first; W
         devices together. If W does not divide T, padding is added and removed.
       algorithm: `Balanced()`, `Ring()`, `Zigzag()`, `Halo()`, `Hamilton()`, `Ulysses()`,
@@ -112,6 +115,9 @@ def context_parallel_attention(
         with explicit axes, of their types.
       mask: which keys of its document a token sees: "causal", "full", or an object of
         `jax_cp_dispatch.masks`, for example `SlidingWindow(1024)`. None is causal, or the plan's.
+        `Selected(picks, ...)`: the keys that each query has picked. It needs "placed", "balanced",
+        "halo", or "auto"; plans are those of the mask within which the picks were made. Picks of
+        other tokens are an error in the step, on all ranks.
       documents: what the tokens are, their order, and their plans; q, k and v are in this order. If
         the batch is sharded over D groups, plans are `stack_plans` of D plans, one for the rows of
         each. Documents or a mask in another order, and a plan of another batch, are errors: while
@@ -148,6 +154,8 @@ def context_parallel_attention(
         device then expands its part of the KV heads. None: each device expands all heads from whole
         weights, and keeps those of its query heads. With "ulysses", which shares the heads over
         axes of the ranks, specs may name these too, after those of `head_axis`.
+      value_size: Hv of values that are the first features of the keys, as in absorbed MLA; pass no
+        v. The keys move once, and their gradients are of both.
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
@@ -172,7 +180,11 @@ def context_parallel_attention(
         check_plan(OP, given.plan)
         if given.order == PACKED and given.plan.is_placed:  # unplaced
             given = without_plan(OP, given)
-    operands, expansion = read_operands(q, k, v, sink, (expand, weights, weight_specs))
+    expanding = expand, weights, weight_specs
+    operands, expansion = read_operands(q, k, v, sink, expanding, value_size)
+    if isinstance(mask, Selected):
+        num_kv_heads = key_shapes(expansion, operands)[0].shape[2]
+        operands = operands._replace(picks=read_picks(OP, mask, q.shape, num_kv_heads))
     axes = find_axes(
         *(exchange, q, *operands.moved),
         batch_axis=batch_axis,
@@ -197,25 +209,28 @@ def context_parallel_attention(
         return_max_logits=return_max_logits,
         expansion=expansion,
     )
-    out, lse, max_logits = _run(chosen, call, operands, given, axes)
+    if isinstance(mask, Selected):
+        call = dataclasses.replace(call, needs_all_keys=True, pick_block=mask.block)
+    out, lse, max_logits = run_call(chosen, call, operands, given, axes)
     asked = [lse] if return_lse else []
     asked += [max_logits] if return_max_logits else []
     return (out, *asked) if asked else out
 
 
-def _run(
+def run_call(
     algorithm: Algorithm | Auto,
     call: Call,
     operands: Operands,
     documents: Documents,
     axes: MeshAxes,
 ) -> Outputs:
-    """Computes attention: on global arrays, pads the tokens, and plans what is known."""
-    B, T = operands.q.shape[:2]
+    """Runs a checked call: on global arrays, pads the tokens, and plans what is known."""
+    B, T = jax.tree.leaves(operands.q)[0].shape[:2]
     documents, missing, checks_order = fit_documents(OP, documents, axes, (B, T))
     call = dataclasses.replace(call, checks_order=checks_order)
-    q, k, v = pad_tokens((operands.q, operands.k, operands.v), missing)
-    operands = operands._replace(q=q, k=k, v=v)
+    rows = operands.q, operands.k, operands.v, operands.picks
+    q, k, v, picks = pad_tokens(rows, missing)
+    operands = operands._replace(q=q, k=k, v=v, picks=picks)
     if isinstance(algorithm, Auto):
         algorithm, documents = algorithm.choose(call, operands, documents, axes)
     refuse(algorithm, call, documents.mask)
@@ -244,8 +259,10 @@ def _program(
 ) -> Outputs:
     sequence = axes.rows
     rows = P(*sequence, axes.heads)
-    of_keys, of_weights = rows, P()
-    if call.expansion is None:
+    of_keys, of_weights, of_picks = rows, P(), sequence
+    if call.local is not None:  # groups of heads are sharded, and what is for all of them is not
+        of_keys = jax.tree.map(lambda x: rows if x.shape[2] > 1 else sequence, operands.k)
+    elif call.expansion is None:
         k, v = (axes.repeat_kv_heads(x, operands.q.shape[2]) for x in operands.moved)
         operands = operands._replace(k=k, v=v)
     else:
@@ -253,7 +270,10 @@ def _program(
         sharing = algorithm.head_axes(axes.sequence)
         expansion = with_own_heads(call.expansion, operands, axes, sharing)
         call = dataclasses.replace(call, expansion=expansion)
-    of_operands = Operands(rows, of_keys, of_keys, P(axes.heads), of_weights)
+    if call.pick_block and operands.picks.shape[2] > 1:
+        picks, of_picks = axes.repeat_kv_heads(operands.picks, operands.q.shape[2]), rows
+        operands = operands._replace(picks=picks)
+    of_operands = Operands(rows, of_keys, rows, P(axes.heads), of_weights, of_picks)
     lse_rows = rows if call.return_lse else None
     out_specs = Outputs(rows, lse_rows, P(axes.heads) if call.return_max_logits else None)
 
@@ -271,5 +291,5 @@ def _program(
         axes=axes,
         in_specs=(*of_operands, documents.specs(axes.sequence, axes.batch)),
         out_specs=out_specs,
-        num_differentiable=len(operands),
+        num_differentiable=len(operands) - 1,
     )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from jax_cp_dispatch._arguments import HostOrDevice
+from jax_cp_dispatch._arguments import HostOrDevice, check_positive
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
@@ -32,6 +33,7 @@ class Operands(NamedTuple):
         `[B, T, 1, F]` each, and v is None.
       sink: a logit `[N]` for each query head, or None.
       weights: of the expansion, or None.
+      picks: of `masks.Selected`, `[B, T, G, k]`, or None.
     """
 
     q: Any
@@ -39,6 +41,7 @@ class Operands(NamedTuple):
     v: Any
     sink: Any = None
     weights: Any = None
+    picks: Any = None
 
     @property
     def moved(self) -> tuple[Any, ...]:
@@ -120,6 +123,7 @@ class Expansion:
       features: the shape of one row, for each array of rows.
       specs: how each array of weights is sharded over the heads.
       own_heads: those of the device, of the heads that several expand alike: each of those before.
+      value_size: of values that are the first features of the keys; 0: `function` makes them.
     """
 
     function: Callable[..., Any]
@@ -128,6 +132,7 @@ class Expansion:
     features: tuple[tuple[int, ...], ...]
     specs: tuple[P, ...]
     own_heads: tuple[OwnHeads, ...] = ()
+    value_size: int = 0
 
     def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
         """Returns the keys and values of rows, `[R, K, H]` and `[R, K, Hv]`."""
@@ -192,7 +197,7 @@ OP = "context_parallel_attention"
 class _Keys(NamedTuple):
     q: Float[HostOrDevice, "B T N H"]
     k: Float[HostOrDevice, "B T K H"]
-    v: Float[HostOrDevice, "B T K Hv"]
+    v: Float[HostOrDevice, "B T K Hv"] | None
 
 
 class _Latents(NamedTuple):
@@ -200,58 +205,103 @@ class _Latents(NamedTuple):
     k: PyTree[Shaped[HostOrDevice, "B T ..."]]
 
 
-def read_operands(
-    q: Any, k: Any, v: Any, sink: Any, expanding: tuple[Any, Any, Any]
-) -> tuple[Operands, Expansion | None]:
-    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`.
+@dataclasses.dataclass(frozen=True)
+class _FirstFeatures:
+    """The `expand` of keys whose first features are the values; equal ones share a program."""
 
-    Latent rows become keys of one head, `[B, T, 1, F]` each.
+    size: int
+
+    def __call__(self, weights: Any, rows: Float[Array, "R K H"]) -> KeysAndValues:
+        return rows, rows[..., : self.size]
+
+
+def _as_one_head(k: Any) -> Any:
+    """Returns keys `[B, T, K, H]` as `[B, T, 1, K H]`; explicit axes may shard them."""
+    shape, sharding = (*k.shape[:2], 1, math.prod(k.shape[2:])), jax.typeof(k).sharding
+    if all(entry is None for entry in sharding.spec):
+        return k.reshape(shape)
+    whole = NamedSharding(sharding.mesh, P(*sharding.spec[:2], None, None))
+    return jax.lax.reshape(jax.sharding.reshard(k, whole), shape, out_sharding=whole)
+
+
+def read_operands(
+    q: Any,
+    k: Any,
+    v: Any,
+    sink: Any,
+    expanding: tuple[Any, Any, Any],
+    value_size: Any = None,
+    op: str = OP,
+) -> tuple[Operands, Expansion | None]:
+    """Checks the arrays of a call with `expand`, `weights` and `weight_specs`, or `value_size`.
+
+    Latent rows become keys of one head, `[B, T, 1, F]` each. Keys that contain the values are such
+    rows.
     """
     expand, weights, weight_specs = expanding
+    if value_size is not None:
+        if v is not None or expand is not None:
+            raise TypeError(
+                f"{op}: got value_size with v or expand. Pass it with k alone, whose first "
+                "features are the values."
+            )
+        check_annotated(op, _Keys, {"q": q, "k": k})
+        check_positive(op, value_size=value_size)
+        if value_size > k.shape[3]:
+            raise ValueError(
+                f"{op}: value_size is {value_size} but the keys have {k.shape[3]} features, of "
+                "which the first are the values. Pass at most that."
+            )
+        check_heads(op, q, k, k)
+        rows, features = _as_one_head(k), k.shape[2:]
+        trees = jax.tree.structure(None), jax.tree.structure(0)
+        expansion = Expansion(_FirstFeatures(int(value_size)), *trees, (features,), ())
+        operands = Operands(q, (rows,), None, sink, ())
+        return operands, dataclasses.replace(expansion, value_size=int(value_size))
     if expand is None:
         if v is None:
-            raise TypeError(f"{OP}: v is missing. Pass k and v, or latent rows with expand=.")
+            raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
         if weights is not None or weight_specs is not None:
-            raise TypeError(f"{OP}: got weights or weight_specs without expand. Pass it too.")
+            raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
         step = "For queries and keys of different lengths, use local_attention on one device."
-        check_annotated(OP, _Keys, {"q": q, "k": k, "v": v}, {"k": step})
+        check_annotated(op, _Keys, {"q": q, "k": k, "v": v}, {"k": step})
         return Operands(q, k, v, sink), None
     if v is not None:
-        raise TypeError(f"{OP}: got v with expand. Pass latent rows in place of k, and no v.")
+        raise TypeError(f"{op}: got v with expand. Pass latent rows in place of k, and no v.")
     step = "Pass rows [B, T, ...] of the same tokens."
-    check_annotated(OP, _Latents, {"q": q, "k": k}, {"k": step})
+    check_annotated(op, _Latents, {"q": q, "k": k}, {"k": step})
     if not callable(expand):
         raise TypeError(
-            f"{OP}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
+            f"{op}: expand is of type {type(expand).__name__}. Pass a function (weights, rows) -> "
             "(k, v)."
         )
     rows, rows_tree = jax.tree.flatten(k)
     held, weights_tree = jax.tree.flatten(weights)
-    specs = _specs(weights, weight_specs)
+    specs = _specs(op, weights, weight_specs)
     expansion = Expansion(expand, weights_tree, rows_tree, tuple(x.shape[2:] for x in rows), specs)
     one_head = tuple(x.reshape(*x.shape[:2], 1, math.prod(x.shape[2:])) for x in rows)
     operands = Operands(q, one_head, None, sink, tuple(held))
-    _check_expanded(expansion, operands)
+    _check_expanded(op, expansion, operands)
     return operands, expansion
 
 
-def _specs(weights: Any, weight_specs: Any) -> tuple[P, ...]:
+def _specs(op: str, weights: Any, weight_specs: Any) -> tuple[P, ...]:
     is_spec = lambda x: isinstance(x, P)
     specs = P() if weight_specs is None else weight_specs
     if not all(map(is_spec, jax.tree.leaves(specs, is_leaf=is_spec))):
-        raise TypeError(f"{OP}: weight_specs needs to be a pytree of PartitionSpec.")
+        raise TypeError(f"{op}: weight_specs needs to be a pytree of PartitionSpec.")
     try:
         spread = lambda spec, part: [spec] * len(jax.tree.leaves(part))
         specs = jax.tree.map(spread, specs, weights, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"{OP}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
+            f"{op}: weight_specs does not match weights: {error}. Pass one PartitionSpec for each "
             "array of weights, or for each part of the pytree."
         ) from error
     return tuple(jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def _check_expanded(expansion: Expansion, operands: Operands) -> None:
+def _check_expanded(op: str, expansion: Expansion, operands: Operands) -> None:
     """Requires keys and values of the queries, one for each row, and no traced constants."""
     q = operands.q
     num_rows, (N, H) = q.shape[0] * q.shape[1], q.shape[2:]
@@ -259,17 +309,17 @@ def _check_expanded(expansion: Expansion, operands: Operands) -> None:
     for x in program.consts:
         if isinstance(x, Tracer):
             raise ValueError(
-                f"{OP}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
+                f"{op}: expand closes over a traced array of shape {list(x.shape)}. Pass it as "
                 "weights=, and read it from the first argument of expand."
             )
     needs = f"(k, v), [R, K, {H}] and [R, K, Hv] in {q.dtype}, of R = {num_rows} rows"
     if not (isinstance(found, tuple | list) and len(found) == 2):
         raise TypeError(
-            f"{OP}: expand returned {type(found).__name__}; it needs to return {needs}."
+            f"{op}: expand returned {type(found).__name__}; it needs to return {needs}."
         )
     k, v = found
     described = (
-        f"{OP}: expand returned k and v of shapes {k.shape} and {v.shape} in {k.dtype} and "
+        f"{op}: expand returned k and v of shapes {k.shape} and {v.shape} in {k.dtype} and "
         f"{v.dtype}; it needs to return {needs}"
     )
     is_right = k.ndim == v.ndim == 3 and k.shape[:2] == v.shape[:2] and k.shape[0] == num_rows
@@ -297,6 +347,24 @@ def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, An
 # ---- One call of attention over a mesh axis, made at its door.
 
 
+class LocalWork(abc.ABC):
+    """What a rank computes in place of attention; a frozen dataclass.
+
+    Attributes:
+      op: the function that was called.
+    """
+
+    op: ClassVar[str]
+
+    @abc.abstractmethod
+    def __call__(self, movement: Any, operands: Operands, gathered: Any) -> Outputs:
+        """Moves rows to the ranks that read them, and back; see `exchange_once`."""
+
+    @abc.abstractmethod
+    def shape(self, operands: Operands) -> Any:
+        """Returns shape and dtype of the output, of operands without tokens."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call without its arrays: checked, static, and passed whole to all that serve it.
@@ -309,6 +377,10 @@ class Call:
       scale, logit_soft_cap, return_lse, return_max_logits: see
         `context_parallel_attention`.
       expansion: of latent rows, or None.
+      needs_all_keys: whether a rank needs all keys of its queries at once, with their places in
+        documents.
+      pick_block: tokens of each key that a query has picked; 0: queries see all keys of the mask.
+      local: what a rank computes of its queries and all their keys; None: attention.
       checks_order: whether ranks check that documents are in the order of the layout; not if that
         was checked on the host.
     """
@@ -322,6 +394,9 @@ class Call:
     return_lse: bool = False
     return_max_logits: bool = False
     expansion: Expansion | None = None
+    needs_all_keys: bool = False
+    pick_block: int = 0
+    local: LocalWork | None = None
     checks_order: bool = True
 
     @property

@@ -27,7 +27,7 @@ from jax_cp_dispatch.documents.segment_ids import (
     starts_in_order,
 )
 from jax_cp_dispatch.documents.table import DocumentTable, list_documents
-from jax_cp_dispatch.masks import ArrayMask, Mask, MaskRanges
+from jax_cp_dispatch.masks import ArrayMask, Mask, MaskRanges, Selected
 from jax_cp_dispatch.masks.mask import (
     PACKED,
     PLACED,
@@ -100,6 +100,11 @@ class Documents:
                 f"{_OP}: got counted=True, as by dataclasses.replace, and positions that are not "
                 "those counted from these segment_ids. Pass counted=False with positions of your "
                 "own, or positions=None to count them again."
+            )
+        if isinstance(self.mask, Selected):
+            raise TypeError(
+                f"{_OP}: mask is {self.mask}, whose picks are those of one layer. Pass it as mask= "
+                "of each call, and here the mask within which they were made."
             )
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
         if mask is not None:
@@ -335,7 +340,7 @@ def read_given(
     """
     if documents is None:
         read = read_mask(op, mask)
-        check_mask_order(op, read, PACKED)
+        check_mask_order(op, mask, PACKED)
         return trusted(segment_ids, positions, read)
     given = read_given_tokens(op, documents, segment_ids, positions)
     mask = documents.mask if mask is None else mask
@@ -352,7 +357,7 @@ def read_given(
                 f"{', '.join(str(x.mask) for x in plans)}. Pass one of these as mask, or plan for "
                 f"this one: place_tokens and plan_attention take mask=."
             )
-    check_mask_order(op, read, order)
+    check_mask_order(op, mask, order)  # also that of picks, which `read` does not have
     given = replaced(given, mask=read, plans=() if plan is None else (plan,))
     return given if follows_plan or order == PLACED else without_plan(op, given)
 

@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
+from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.documents.segment_ids import Ids, number_ids
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.mask import MaskKind
+from jax_cp_dispatch.metadata import Metadata
 
 Words = Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 
@@ -162,6 +165,23 @@ def order_fingerprint(fault: Int32[Array, ""], rank: Any) -> Int32[Array, " 9"]:
     expected = jnp.where(fault == 0, rank, fault)
     nothing = jnp.zeros(_FINGERPRINT_SIZE - 3, jnp.int32)
     return jnp.concatenate([jnp.stack([0 * expected, expected, rank]), nothing])
+
+
+def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
+    """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
+    rank, num_ranks = jax.lax.axis_index(exchange.axis_name), jax.lax.axis_size(exchange.axis_name)
+    own = (jnp.arange(num_ranks, dtype=jnp.int32) == rank).astype(jnp.uint32)
+    metadata = Metadata(
+        dst_rank=rank[None],
+        dst_offset=jnp.zeros(1, jnp.uint32),
+        seq_len=jnp.ones(1, jnp.uint32),
+        num_recv_tokens=jnp.append(own, jnp.uint32(1)),
+        world_size=num_ranks,
+    )
+    token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
+    part = outgoing(token, metadata, capacity=1, fingerprint=fingerprint)
+    (received,) = move(exchange, [part])
+    return received[0, 0] == 1
 
 
 def rank_fingerprint(

@@ -181,7 +181,7 @@ class Plan:
         if self.ranges is not None:
             return tuple(x for x in local_rows(self.ranges, rank) if x is not None)
         assert isinstance(self.mask, StaticMask)
-        return key_ranges(local_runs(self, rank), size=self.q_capacity, mask=self.mask)
+        return key_ranges(local_runs(self, rank), size=self.q_capacity, mask=self.mask)[:2]
 
     @property
     def fits(self) -> Bool[Array | np.ndarray, ""]:

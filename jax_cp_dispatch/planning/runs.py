@@ -65,8 +65,10 @@ def local_rows(arrays: Any, rank: Any) -> Any:
 
 def key_ranges(
     runs: LocalRuns, *, size: int, mask: StaticMask
-) -> tuple[Int32[Any, " size"], Int32[Any, " size"]]:
+) -> tuple[Int32[Any, " size"], Int32[Any, " size"], Int32[Any, " size"], Int32[Any, " size"]]:
     """Returns the first and last + 1 received key of each of `size` rows; (0, 0) for padding.
+
+    Then the `origin` of its document, and its place there; any numbers for padding.
 
     In a fallback, which nothing may follow, all rows attend to row 0: it is NaN if no error can be
     raised.
@@ -88,12 +90,14 @@ def key_ranges(
     first = position[run]
     start = origin[run]
     end = None if length is None else start + length[run]
-    here = index - row[run] + first + start
+    place = index - row[run] + first
+    here = place + start
     mask = mask.clipped(_MOST_ROWS)
     is_query = (index < num_rows) & (first >= 0)
     none = (num_rows < 0).astype(np.int32)
     k_start = xp.where(is_query, mask.k_start(here, start), 0).astype(np.int32)
-    return k_start, xp.where(is_query, mask.k_end(here, start, end), none).astype(np.int32)
+    k_end = xp.where(is_query, mask.k_end(here, start, end), none).astype(np.int32)
+    return k_start, k_end, start.astype(np.int32), place.astype(np.int32)
 
 
 def _of_rank(parts: PlannedPieces, rank: int) -> PlannedPieces:

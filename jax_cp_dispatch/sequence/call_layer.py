@@ -27,6 +27,7 @@ from jax_cp_dispatch.documents.documents import (
     read_given_tokens,
     trusted,
 )
+from jax_cp_dispatch.documents.fingerprint import confirmed
 from jax_cp_dispatch.documents.segment_ids import check_documents
 from jax_cp_dispatch.global_call import (
     MeshAxes,
@@ -38,7 +39,7 @@ from jax_cp_dispatch.global_call import (
     refuse_explicit_axes,
 )
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.sequence.pieces import Pieces, confirmed, find_pieces
+from jax_cp_dispatch.sequence.pieces import Pieces, find_pieces
 
 
 class LayerOptions(TypedDict, total=False):

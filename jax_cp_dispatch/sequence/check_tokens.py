@@ -25,10 +25,14 @@ from jax_cp_dispatch._ranks.communicator import AxisName
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
 from jax_cp_dispatch.documents.documents import trusted
-from jax_cp_dispatch.documents.fingerprint import WRONG_TOKENS, mix, order_fingerprint
+from jax_cp_dispatch.documents.fingerprint import (
+    WRONG_TOKENS,
+    confirmed,
+    mix,
+    order_fingerprint,
+)
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
 from jax_cp_dispatch.global_call import find_axes, fit_documents, on_all_ranks, pad_tokens
-from jax_cp_dispatch.sequence.pieces import confirmed
 
 _OP, _OF_LOADER = "check_tokens", "token_checksums"
 _FACTOR = np.uint32(0x9E3779B1)

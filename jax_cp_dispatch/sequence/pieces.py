@@ -16,8 +16,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arrays import At, run_begins, running_max, running_maxima, where_or_zero
-from jax_cp_dispatch._dispatch.arguments import outgoing
-from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options, vary_alike
 from jax_cp_dispatch.documents import Documents
@@ -40,7 +38,6 @@ from jax_cp_dispatch.documents.segment_ids import (
 )
 from jax_cp_dispatch.global_call import pad_tokens, refuse_explicit_axes
 from jax_cp_dispatch.masks.mask import PACKED
-from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning.plan import plan_of_group
 from jax_cp_dispatch.planning.runs import local_runs
 
@@ -603,20 +600,3 @@ def _are_in_order(
         return vary_alike([found], also=exchange.axis_names)[0]
 
     return lax.cond(ascend, lambda: ascend, compared)
-
-
-def confirmed(exchange: CollectiveOptions, fingerprint: Int32[Array, " 9"]) -> Bool[Array, ""]:
-    """Compares the fingerprints of all ranks where nothing moves, by an exchange of its own."""
-    rank, num_ranks = lax.axis_index(exchange.axis_name), lax.axis_size(exchange.axis_name)
-    own = (jnp.arange(num_ranks, dtype=jnp.int32) == rank).astype(jnp.uint32)
-    metadata = Metadata(
-        dst_rank=rank[None],
-        dst_offset=jnp.zeros(1, jnp.uint32),
-        seq_len=jnp.ones(1, jnp.uint32),
-        num_recv_tokens=jnp.append(own, jnp.uint32(1)),
-        world_size=num_ranks,
-    )
-    token = vary_alike([jnp.ones((1, 1), jnp.int32)], also=exchange.axis_names)[0]
-    part = outgoing(token, metadata, capacity=1, fingerprint=fingerprint)
-    (received,) = move(exchange, [part])
-    return received[0, 0] == 1

@@ -6,10 +6,12 @@ from typing import Any
 
 import attention_oracle
 import experts_oracle
+import jax
 import jax.numpy as jnp
 import mask_oracle
 import movement_oracle
 import numpy as np
+import selected_oracle
 import sequence_oracle
 from contract import DATA, Case, Sizes
 from jax.sharding import PartitionSpec as P
@@ -18,7 +20,7 @@ from packed_batches import pack
 from scaled_gemm_cases import gelu, gelu_derivative
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch import experts, masks, sequence
+from jax_cp_dispatch import experts, masks, selected, sequence
 
 TOKENS = P(DATA, AXIS)  # of arrays [B, T, ...]
 ROWS = P(AXIS, DATA)  # of arrays [T, features]
@@ -151,6 +153,52 @@ def latent_attention() -> Case:
         "latents", (cpd.context_parallel_attention,), call, oracle, draw, specs, {"out": TOKENS},
         ids=("segment_ids",), has_batch=True,
     )  # fmt: skip
+
+
+def selected_attention() -> Case:
+    """An index picks keys, attention reads these alone, and the index learns from it."""
+    index = {"q_index": (2, 3), "k_index": (3,), "weights": (2,)}
+
+    def draw(rng, sizes):
+        drawn = _draw_qkv(rng, sizes)
+        integers = lambda shape: rng.integers(-2, 3, (*drawn["q"].shape[:2], *shape))
+        of_index = {name: integers(shape).astype(np.float64) for name, shape in index.items()}
+        return {**drawn, **of_index}  # whose scores have no roundings
+
+    def call(arrays, **where):
+        qkv, of_index = [arrays[x] for x in "qkv"], [arrays[x] for x in index]
+        where |= {"segment_ids": arrays["segment_ids"], "algorithm": "halo"}
+        picks = selected.select_keys(*of_index, num_keys=3, **where)
+        mask, has_picks = masks.Selected(picks), (picks >= -1).all()
+        # So the exchanges of the others, also of ids, cannot begin before it.
+        later = qkv, of_index, where["segment_ids"]
+        later = jax.tree.map(lambda x: jnp.where(has_picks, x, jnp.zeros_like(x)), later)
+        qkv, of_index, where["segment_ids"] = later
+        out = cpd.context_parallel_attention(*qkv, mask=mask, **where)
+        where.pop("head_axis", None)
+        loss = selected.index_loss(*of_index, *qkv[:2], mask=mask, **where)
+        return {"out": out, "loss": loss.astype(out.dtype)}
+
+    def oracle(arrays):
+        qkv, ids = [arrays[x] for x in "qkv"], arrays["segment_ids"]
+        of_index = [arrays[x][:, :, None] for x in index]
+        options: Any = {"num_keys": 3, "block": 1, "pool": "max", "local": False}
+        picks = selected_oracle.select(*of_index, ids, "causal", **options)
+        seen = selected_oracle.pairs(picks, ids, "causal", 1)
+        out, _, pull = selected_oracle.attention(qkv, seen)
+        loss, pull_loss = selected_oracle.index_loss(of_index, qkv[:2], ids, seen)
+
+        def gradients(g):
+            of_index = [x[:, :, 0] for x in pull_loss(g["loss"])]
+            return dict(zip(("q", "k", "v", *index), (*pull(g["out"]), *of_index), strict=True))
+
+        return {"out": out, "loss": loss}, gradients
+
+    functions = selected.select_keys, cpd.context_parallel_attention, selected.index_loss
+    specs = dict.fromkeys((*"qkv", *index, "segment_ids"), TOKENS)
+    results = {"out": TOKENS, "loss": TOKENS}
+    of: Any = {"call": call, "oracle": oracle, "draw": draw, "functions": functions}
+    return attention("halo", name="selected", specs=specs, results=results, **of)
 
 
 def local_attention() -> Case:
@@ -620,6 +668,7 @@ CASES = [
     attention("halo", masks.SlidingWindow(4)),
     attention("hamilton", masks.BlockCausal(3)),
     attention("ulysses", masks.Chunked(5)),
+    selected_attention(),
     latent_attention(),
     local_attention(),
     layer(sequence.shift, {"x": (3,)}, _shifted, 2),

@@ -23,7 +23,7 @@ from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
 from jax_cp_dispatch.cost.attention import Pass
 from jax_cp_dispatch.cost.pairs import equal_pairs
 from jax_cp_dispatch.documents.documents import Documents
-from jax_cp_dispatch.masks.mask import PLACED
+from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.planning import Plan
 
 # ---- For `balance_profile`: the attention of one rank, without exchanges, on one device.
@@ -59,11 +59,13 @@ class Algorithm(abc.ABC):
     Attributes:
       name: in lower case; selects the algorithm with all defaults.
       follows_plan: whether it uses the plan of documents in packed order.
+      gathers_keys: whether a rank has all keys of its queries at once.
       advice: what the reason of a choice of it ends with.
     """
 
     name: ClassVar[str]
     follows_plan: ClassVar[bool] = False
+    gathers_keys: ClassVar[bool] = False
     advice: ClassVar[str] = ""
 
     @property
@@ -212,8 +214,11 @@ def run_unless_empty(
     algorithm: Algorithm, call: Call, operands: Operands, documents: Documents
 ) -> Outputs:
     """Returns `algorithm.run(...)`; without tokens there is nothing to plan or to move."""
-    if documents.plan is not None or 0 not in operands.q.shape[:2]:
+    if documents.plan is not None or 0 not in jax.tree.leaves(operands.q)[0].shape[:2]:
         return algorithm.run(call, operands, documents)
+    if call.local is not None:
+        empty = call.local.shape(operands)
+        return Outputs(jnp.zeros(empty.shape, empty.dtype))
     q, (_, v) = operands.q, key_shapes(call.expansion, operands)
     B, T, N, _ = q.shape
     dtype = sum_dtype(q.dtype)
@@ -224,5 +229,11 @@ def run_unless_empty(
 
 def refuse(algorithm: Algorithm, call: Call, mask: Any) -> None:
     why = algorithm.why_not(call, mask)
+    if why is None and call.needs_all_keys and not algorithm.gathers_keys:
+        step = "'balanced' or 'halo'" if call.order == PACKED else "'halo'"
+        why = (
+            f"with algorithm={algorithm.name!r} a rank never has all keys of a query at once, as "
+            f"picked keys need. Pass algorithm={step}; or place the tokens, and pass 'placed'."
+        )
     if why is not None:
         raise ValueError(f"{call.op}: {why}")

@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_cp_dispatch._arrays import are_covered, sum_dtype
+from jax_cp_dispatch._arrays import are_covered, only_if_right, sum_dtype
 from jax_cp_dispatch._dispatch import Argument, move, start
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, sink_gradient
+from jax_cp_dispatch.attention.local.picked import DocumentRows, PickedRows
 from jax_cp_dispatch.attention.local.ranges import (
     PassOptions,
     RowRanges,
@@ -41,6 +42,7 @@ from jax_cp_dispatch.attention.operands import (
     rounded,
     softmax_gradients,
 )
+from jax_cp_dispatch.documents.fingerprint import WRONG_MASK, confirmed, order_fingerprint
 from jax_cp_dispatch.masks import MaskRanges
 from jax_cp_dispatch.metadata import Metadata
 
@@ -68,6 +70,7 @@ class Gathered(NamedTuple):
       fault: the `order_error_code` for which the output is NaN, if no exchange of a plan does that.
       fingerprint: what ranks compare, or None.
       q_metadata, kv_metadata: of a plan, for the rows that move.
+      rows: where the keys of attended rows are, of a call that needs all of them.
     """
 
     ranges: MaskRanges
@@ -75,6 +78,7 @@ class Gathered(NamedTuple):
     fingerprint: Array | None = None
     q_metadata: Metadata | None = None
     kv_metadata: Metadata | None = None
+    rows: DocumentRows | None = None
 
 
 class Movement(abc.ABC):
@@ -95,7 +99,7 @@ class Movement(abc.ABC):
 
     @abc.abstractmethod
     def send(self, gathered: Gathered, part: Operands) -> PendingExchange:
-        """Queries, keys and values go to the ranks that attend them: (q, kv)."""
+        """Queries, with their picks, and keys go to the ranks that attend them: (q, kv)."""
 
     @abc.abstractmethod
     def give_back(self, gathered: Gathered, out: Array, lse: Array) -> PendingExchange:
@@ -106,7 +110,7 @@ class Movement(abc.ABC):
         """The transpose of `give_back`."""
 
     @abc.abstractmethod
-    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> PendingExchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Any, dkv: Any) -> PendingExchange:
         """The transpose of `send`: (dq, dkv), of the caller's rows."""
 
 
@@ -122,16 +126,23 @@ def _forward(movement: Movement, operands: Operands, gathered: Gathered):
     parts = parts_of_heads(call, operands) if movement.in_parts else [operands]
 
     def work(part: Operands, came: tuple[Any, Any]):
-        q, kv = came
+        (q, kv), picks = came, None
+        if call.pick_block:
+            q, picks = q
         keys = kv
         if call.expansion is not None:
-            keys = _by_batch(kv, call.expansion(part.weights, _rows_to_expand(kv, ranges)))
+            keys = _by_batch(kv, call.expansion(part.weights, rows_to_expand(kv, ranges)))
         passes = row_passes(call, movement.block_rows, q, keys[0])
-        rows = RowRanges.of_mask(ranges, q.shape[:2])
+        keys = keys[:1] if passes.value_size else keys
+        rows: Any = PickedRows(picks, gathered.rows)
+        if picks is None:
+            rows = RowRanges.of_mask(ranges, q.shape[:2])
         out, lse, *largest = attend_ranges(passes, q, keys, rows, part.sink)
+        if picks is not None:
+            out, lse = only_of_own_picks(call.exchange, rows, call.pick_block, (out, lse))
         if gathered.fault is not None:
             out = jnp.where(gathered.fault == 0, out, jnp.nan)
-        return came, *named_context((out, lse)), *largest
+        return (q, picks, kv), *named_context((out, lse)), *largest
 
     done = pipelined_over_heads(
         call.exchange,
@@ -151,25 +162,29 @@ def _backward(movement: Movement, residuals, cotangents: Outputs):
     received, out, lse, sink, weights, gathered = residuals
     call, op, ranges = movement.call, movement.call.op, gathered.ranges
     given = [x for x in forbid_second_derivative(op, cotangents)[:2] if x is not None]
-    ends = list(itertools.accumulate(q.shape[2] for q, _ in received))[:-1]
+    ends = list(itertools.accumulate(q.shape[2] for q, *_ in received))[:-1]
     split = lambda x, axis: jnp.split(x, ends, axis) if ends else [x]
     sinks = [None] * len(received) if sink is None else split(sink, 0)
     pieces = zip(*(split(x, 1) for x in given), strict=True)
     parts = list(zip(received, out, lse, sinks, pieces, strict=True))
 
     def work(part, came: Outputs):
-        (q, kv), out, lse, sink, _ = part
+        (q, picks, kv), out, lse, sink, _ = part
         whole = softmax_gradients(op, out, lse, came)
         keys, transpose = kv, None
         if call.expansion is not None:
-            latent = _rows_to_expand(kv, ranges)
+            latent = rows_to_expand(kv, ranges)
             expanded, transpose = call.expansion.with_transpose(weights, latent)
             keys = _by_batch(kv, expanded)
         dtype = None if movement.sums_dkv else q.dtype
         passes = row_passes(call, movement.block_rows, q, keys[0], dtype)
         passes = dataclasses.replace(passes, return_max_logits=False)
-        rows = RowRanges.of_mask(ranges, q.shape[:2])
-        dq, *dkv = range_gradients(passes, q, keys, rows, whole)
+        rows: Any = PickedRows(picks, gathered.rows)
+        if picks is None:
+            rows = RowRanges.of_mask(ranges, q.shape[:2])
+        dq, *dkv = range_gradients(passes, q, keys[:1] if passes.value_size else keys, rows, whole)
+        if passes.value_size:  # dk is of the values too
+            dkv.append(jnp.zeros_like(keys[1], dkv[0].dtype))
         dweights = None
         if transpose is not None:
             dweights, drows = transpose(*(x.reshape(-1, *x.shape[2:]) for x in dkv))
@@ -186,7 +201,7 @@ def _backward(movement: Movement, residuals, cotangents: Outputs):
     )[::-1]
     dq, dkv = _join([returned for _, returned in done], 1)
     dsink, dweights = _join([outputs[2] for outputs, _ in done], 0), done[0][0][3]
-    dk, dv = dkv if call.expansion is None else (rounded(dkv, received[0][1]), None)
+    dk, dv = dkv if call.expansion is None else (rounded(dkv, received[0][2]), None)
     return Operands(dq, dk, dv, dsink, dweights), None
 
 
@@ -203,8 +218,9 @@ def parts_of_heads(call: Call, operands: Operands) -> list[Operands]:
 
     The last one has most heads. Splitting needs exchanges in two calls and at least two KV heads.
     """
-    q, k, v, sink, weights = operands
-    if v is None or k.shape[1] < 2 or not moves_beside_work(call.exchange.implementation):
+    q, k, v, sink, weights, _ = operands
+    is_whole = v is None or k.shape[1] < 2 or call.pick_block
+    if is_whole or not moves_beside_work(call.exchange.implementation):
         return [operands]
     num_keys, half = k.shape[1], k.shape[1] // 2
     per_key, parts = q.shape[1] // num_keys, []
@@ -271,7 +287,19 @@ def pipelined_over_heads(
 # ---- The rows that a rank attends, `[b, rows, ...]`. All keys of a query are on its rank.
 
 
-def _rows_to_expand(latents: Any, ranges: MaskRanges) -> list[Any]:
+def only_of_own_picks(
+    exchange: CollectiveOptions, picked: PickedRows, block: int, outputs: Any
+) -> Any:
+    """Returns outputs; all ranks fail if picks of some rank are not those of its queries.
+
+    By an exchange of its own, so that keys may move before the picks are known.
+    """
+    fault = jnp.where(picked.rows.are_picks(picked.picks, block), 0, WRONG_MASK).astype(jnp.int32)
+    fingerprint = order_fingerprint(fault, jax.lax.axis_index(exchange.axis_name))
+    return only_if_right(confirmed(exchange, fingerprint), outputs)
+
+
+def rows_to_expand(latents: Any, ranges: MaskRanges) -> list[Any]:
     """Returns latent rows, without those that no query reads."""
     is_key = are_covered(*ranges[:2], latents[0].shape[1])[:, :, None]
     rows = [jnp.where(is_key, x[:, :, 0], UNUSED_ROW) for x in latents]
@@ -288,5 +316,8 @@ def row_passes(call: Call, block_rows: int, q, k, dkv_dtype: Any = None) -> Pass
     (T, N), (S, K) = q.shape[1:3], k.shape[1:3]
     gradient_dtypes = q.dtype, *[dkv_dtype or sum_dtype(q.dtype)] * 2
     blocks = rank_blocks(T, S, N, K, rows=block_rows)
-    dtypes = {"out_dtype": q.dtype, "gradient_dtypes": gradient_dtypes}
-    return pass_options(q, k, **call.softmax, **blocks, **dtypes)
+    options = {"out_dtype": q.dtype, "gradient_dtypes": gradient_dtypes}
+    if call.pick_block:
+        value_size = 0 if call.expansion is None else call.expansion.value_size
+        options |= {"pick_block": call.pick_block, "value_size": value_size}
+    return pass_options(q, k, **call.softmax, **blocks, **options)

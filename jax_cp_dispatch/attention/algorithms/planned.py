@@ -27,6 +27,7 @@ from jax_cp_dispatch.attention.algorithms.exchange_once import (
 )
 from jax_cp_dispatch.attention.key_chunks import rows_before
 from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
+from jax_cp_dispatch.attention.local.picked import DocumentRows
 from jax_cp_dispatch.attention.local.ranges import RowRanges, SoftmaxGradients, check_heads
 from jax_cp_dispatch.attention.operands import Call, Operands, Outputs
 from jax_cp_dispatch.attention.rotating import ranges_of_rows
@@ -48,7 +49,7 @@ from jax_cp_dispatch.documents.documents import (
 from jax_cp_dispatch.documents.fingerprint import order_fingerprint, rank_fingerprint
 from jax_cp_dispatch.documents.layouts import SequenceLayout, contiguous_layout, zigzag_layout
 from jax_cp_dispatch.documents.segment_ids import gather_sequence
-from jax_cp_dispatch.masks import Mask, MaskRanges, StaticMask
+from jax_cp_dispatch.masks import Full, Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.planning import Placement, Plan, PlanConfig, place_tokens, plan_attention
@@ -56,6 +57,7 @@ from jax_cp_dispatch.planning.inside_jit import plan_inside
 from jax_cp_dispatch.planning.on_host import plan_read
 from jax_cp_dispatch.planning.plan import plan_of_group
 from jax_cp_dispatch.planning.request import PlannedPieces, list_transfers, make_metadata
+from jax_cp_dispatch.planning.runs import key_ranges, local_runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Balanced(Algorithm):
 
     name: ClassVar[str] = "balanced"
     follows_plan: ClassVar[bool] = True
+    gathers_keys: ClassVar[bool] = True
     config: PlanConfig = PlanConfig()
 
     def check(self, op: str) -> None:
@@ -99,7 +102,8 @@ class Balanced(Algorithm):
 
     def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
         if documents.plan is None:  # the same on every rank, from the documents of all
-            whole = jax.tree.map(jnp.asarray, with_segment_ids(documents, operands.q.shape[:2]))
+            shape = jax.tree.leaves(operands.q)[0].shape[:2]
+            whole = jax.tree.map(jnp.asarray, with_segment_ids(documents, shape))
             whole = gather_sequence(call.exchange, whole, call.num_ranks)
             rank = lax.axis_index(call.exchange.axis_name)
             plan = plan_inside(
@@ -158,6 +162,7 @@ class Placed(Algorithm):
     """
 
     name: ClassVar[str] = "placed"
+    gathers_keys: ClassVar[bool] = True
     advice: ClassVar[str] = (
         "Place the tokens of every batch with place_tokens, and pass its documents."
     )
@@ -218,7 +223,7 @@ def attend_by_plan(call: Call, operands: Operands, documents: Documents) -> Outp
     Ranks compare the checksums of their plans, and of ids, positions and mask, if these are given.
     """
     plan, packed = plan_of_group(call.op, documents.plan), replaced(documents, plans=())
-    B, T = operands.q.shape[:2]
+    B, T = jax.tree.leaves(operands.q)[0].shape[:2]
     advice = "Place the tokens" if plan.is_placed else "Plan with the segment ids"
     if packed.positions is not None and packed.segment_ids is None:
         raise ValueError(
@@ -241,11 +246,19 @@ def attend_by_plan(call: Call, operands: Operands, documents: Documents) -> Outp
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def _attend_planned(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
     rank, compared = lax.axis_index(call.exchange.axis_name), (packed.segment_ids, packed.positions)
+    if call.needs_all_keys:
+        options: Any = {"size": plan.q_capacity, "mask": plan.mask}
+        rows = named_context(key_ranges(local_runs(plan, rank), **options))
+        rows = DocumentRows(*(x[None] for x in rows))
+        ranges = MaskRanges(*rows[:2])
+    else:
+        ranges, rows = MaskRanges(*(x[None] for x in named_context(plan.local_ranges(rank)))), None
     gathered = Gathered(
-        MaskRanges(*(x[None] for x in named_context(plan.local_ranges(rank)))),
+        ranges,
         fingerprint=rank_fingerprint(plan.fingerprint, rank, *compared, packed.mask),
         q_metadata=None if plan.is_placed else plan.q_metadata,
         kv_metadata=plan.kv_metadata,
+        rows=rows,
     )
     movement = PlannedMovement(call, plan.num_tokens, plan.q_capacity, plan.kv_capacity)
     return _attend_rows_of_batch(movement, operands.varying(call.exchange), gathered)
@@ -254,10 +267,11 @@ def _attend_planned(call: Call, operands: Operands, plan: Plan, packed: Document
 def _attend_rows_of_batch(
     movement: PlannedMovement, operands: Operands, gathered: Gathered
 ) -> Outputs:
-    q, k, v, *others = operands
-    shape = q.shape[:2]
-    q, k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v))
-    outputs: Any = gather_attend(movement, Operands(q, k, v, *others), gathered)
+    q, k, v, sink, weights, picks = operands
+    shape = jax.tree.leaves(q)[0].shape[:2]
+    q, k, v, picks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, picks))
+    compute = movement.call.local or gather_attend
+    outputs: Any = compute(movement, Operands(q, k, v, sink, weights, picks), gathered)
     out, lse, max_logits = outputs
     by_batch = lambda x: x.reshape(*shape, *x.shape[1:])
     if max_logits is not None:
@@ -286,23 +300,26 @@ class PlannedMovement(Movement):
     def send(self, gathered: Gathered, part: Operands) -> PendingExchange:
         q_stays, fingerprint = gathered.q_metadata is None, gathered.fingerprint
         moved = [self._outgoing(gathered, "kv", part.moved, fingerprint if q_stays else None)]
+        of_queries = part.q if part.picks is None else (part.q, part.picks)
         if not q_stays:
-            moved = [self._outgoing(gathered, "q", part.q, fingerprint), *moved]
+            moved = [self._outgoing(gathered, "q", of_queries, fingerprint), *moved]
 
         def read(came):
             *q, kv = checkpoint_name_kv(came)
-            return (part.q if q_stays else q[0])[None], tuple(x[None] for x in kv)
+            of_one_row = partial(jnp.expand_dims, axis=0)
+            return jax.tree.map(of_one_row, (of_queries if q_stays else q[0], kv))
 
         return PendingExchange(moved, read)
 
     def give_back(self, gathered: Gathered, out: Array, lse: Array) -> PendingExchange:
-        return_lse = self.call.return_lse
+        return_lse, lses = self.call.return_lse, []
         if gathered.q_metadata is None:
             return PendingExchange(None, lambda _: (out[0], lse[0].T if return_lse else None))
-        # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and an
-        # lse of 0 as the smallest normal number: no sum of exponentials differs by it.
-        sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
-        lses = [jnp.where(lse == -jnp.inf, 0, sent)[0].T] if return_lse else []
+        if return_lse:
+            # Rows that do not come back are 0 there. A row without keys travels as 0 likewise, and
+            # an lse of 0 as the smallest normal number: no sum of exponentials differs by it.
+            sent = jnp.where(lse == 0, jnp.finfo(lse.dtype).tiny, lse)
+            lses = [jnp.where(lse == -jnp.inf, 0, sent)[0].T]
 
         def read(came):
             out, *lses = named_context(came[0])
@@ -319,14 +336,14 @@ class PlannedMovement(Movement):
             moved, lambda came: Outputs(*(x[None] for x in (came[0] if came else own)))
         )
 
-    def give_back_gradients(self, gathered: Gathered, dq: Array, dkv: Any) -> PendingExchange:
+    def give_back_gradients(self, gathered: Gathered, dq: Any, dkv: Any) -> PendingExchange:
         # A query is computed on one rank, so dq is rounded before it moves; dk and dv are sums.
-        dtype = None if self.call.expansion else dq.dtype
-        rows = [None if x is None else x[0] for x in dkv]
+        dtype = None if self.call.expansion or self.call.local else dq.dtype
+        dq, rows = jax.tree.map(lambda x: x[0], (dq, list(dkv)))
         returned = self._returning(gathered, "kv", rows, dtype=dtype)
         if gathered.q_metadata is None:
-            return PendingExchange([returned], lambda came: (dq[0], came[0]))
-        return PendingExchange([self._returning(gathered, "q", dq[0]), returned], tuple)
+            return PendingExchange([returned], lambda came: (dq, came[0]))
+        return PendingExchange([self._returning(gathered, "q", dq), returned], tuple)
 
     def _outgoing(self, gathered: Gathered, name: str, arrays, fingerprint=None) -> Argument:
         metadata, capacity = getattr(gathered, f"{name}_metadata"), f"{name}_capacity"
@@ -407,6 +424,7 @@ class Halo(Algorithm):
     """
 
     name: ClassVar[str] = "halo"
+    gathers_keys: ClassVar[bool] = True
     layout: str = dataclasses.field(default="contiguous", compare=False, repr=False)
 
     def why_not(self, call: Call, mask: Any) -> str | None:
@@ -420,7 +438,8 @@ class Halo(Algorithm):
         return reason
 
     def run(self, call: Call, operands: Operands, documents: Documents) -> Outputs:
-        layout = _layout(call.order.layout, call.num_ranks, operands.q.shape[1])
+        num_tokens = jax.tree.leaves(operands.q)[0].shape[1]
+        layout = _layout(call.order.layout, call.num_ranks, num_tokens)
         return _attend_halo(call, held_rows(layout, documents.mask), operands, documents)
 
     @classmethod
@@ -548,18 +567,33 @@ def held_rows(layout: SequenceLayout, mask: Mask) -> HeldRows:
 
 @partial(jax.jit, static_argnums=(0, 1))  # equal calls are traced and lowered once
 def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documents) -> Outputs:
-    exchange, (B, T) = call.exchange, operands.q.shape[:2]
+    exchange, (B, T) = call.exchange, jax.tree.leaves(operands.q)[0].shape[:2]
     rank = lax.axis_index(exchange.axis_name)
     order: Any = {"layout": call.order.layout, "checks_order": call.checks_order}
-    seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
-    seen = ranges_of_rows(packed.mask, seen, held.layout.positions(rank)[:T])
+    token, rows = held.layout.positions(rank)[:T], None
+    if call.needs_all_keys:  # documents, and what the mask shows of them
+        documents = replaced(packed, mask=Full())
+        whole, fault = gathered_ranges(exchange, documents, (B, T), **order)
+        whole = ranges_of_rows(documents.mask, whole, token).bounds
+        columns = jnp.broadcast_to(token, (B, T)), whole[..., 0], whole[..., 1]
+        seen = packed.mask.clipped(T * call.num_ranks).ranges(*columns)
+        is_token = whole[..., 0] < whole[..., 1]
+        seen = jnp.where(is_token[..., None], jnp.stack(seen[:2], 2), 0)
+    else:
+        seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
+        seen = ranges_of_rows(packed.mask, seen, token).bounds
     num_held = take_in_bounds(held.num_rows.astype(np.int32), rank)
-    bounds = held.rows_before(rank, seen.bounds)
+    bounds = held.rows_before(rank, seen)
     bounds += np.arange(B, dtype=np.int32)[:, None, None] * num_held  # one batch row after another
     ranges = MaskRanges(*(bounds[..., i].reshape(1, -1) for i in range(2)))
+    if call.needs_all_keys:
+        first = whole[..., 0].reshape(1, -1)
+        origin = ranges.k_start - (seen[..., 0].reshape(1, -1) - first)
+        place = columns[0].reshape(1, -1) - first
+        rows = DocumentRows(*ranges[:2], origin, place)
     fingerprint = None if fault is None else order_fingerprint(fault, rank)
     metadata = jax.tree.map(jnp.asarray, held.metadata(B))
-    gathered = Gathered(ranges, fingerprint=fingerprint, kv_metadata=metadata)
+    gathered = Gathered(ranges, None, fingerprint, None, metadata, rows)
     gathered = named_context(vary_alike(gathered, also=exchange.axis_names))
     movement = PlannedMovement(call, B * T, 0, B * held.capacity)
     return _attend_rows_of_batch(movement, *vary_alike((operands.varying(exchange), gathered)))

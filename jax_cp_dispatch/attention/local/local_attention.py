@@ -14,7 +14,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, DTypeLike, Float, Int, Integer
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._arrays import only_if_right, sum_dtype
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import named_context
@@ -25,6 +25,13 @@ from jax_cp_dispatch.attention.local.passes import (
     fused_gradients,
     in_reverse_only,
     sink_gradient,
+)
+from jax_cp_dispatch.attention.local.picked import (
+    DocumentRows,
+    PickedRows,
+    picked_attention,
+    picked_gradients,
+    read_picks,
 )
 from jax_cp_dispatch.attention.local.ranges import (
     CAUSAL,
@@ -42,10 +49,11 @@ from jax_cp_dispatch.documents.documents import (
     attended_tokens,
     read_given,
     read_whole,
+    replaced,
     with_segment_ids,
 )
 from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS, check_documents
-from jax_cp_dispatch.masks import Causal, Full, Mask, MaskRanges
+from jax_cp_dispatch.masks import Causal, Full, Mask, MaskRanges, Selected
 from jax_cp_dispatch.masks.mask import PACKED
 from jax_cp_dispatch.masks.read import check_mask_arrays
 
@@ -112,7 +120,8 @@ def local_attention(
       kv_end: one past the last key row; a range with `kv_end <= kv_start` is empty.
       q_start, q_end: the query rows [q_start, q_end) that may see each key row; None: all.
       mask: instead of ranges: "full", "causal" or an object of `jax_cp_dispatch.masks`, whose
-        arrays are `[B, S]`; None is causal.
+        arrays are `[B, S]`; None is causal. With `Selected` picks of other tokens, the output is
+        NaN.
       documents: with a mask only: those of all S tokens, in packed order.
       segment_ids, positions: the short form, see `context_parallel_attention`.
       sink: a learned logit per head without a value: it adds `exp(sink)` to the denominator of each
@@ -143,7 +152,7 @@ def local_attention(
     _check_options(op, q, k, v, softmax, blocks)
     given, named = MaskRanges(kv_start, kv_end, q_start, q_end), (segment_ids, positions, mask)
     if kv_start is None and kv_end is None:
-        ranges, dense = _read_mask(q.shape[1], (k.shape[0], k.shape[1]), given, documents, named)
+        ranges, dense = _read_mask(q, k, given, documents, named)
     elif documents is None and all(x is None for x in named):
         ranges, dense = _read_ranges(op, q.shape[:2], given), None
     else:
@@ -157,12 +166,17 @@ def local_attention(
         **blocks,
         return_max_logits=return_max_logits,
         dense=dense,
+        pick_block=mask.block if isinstance(mask, Selected) else 0,
         out_dtype=_read_dtype(op, "out_dtype", out_dtype, q),
         gradient_dtypes=(q.dtype,) * 3,
     )
     q, k, v, sink = jax.tree.map(functools.partial(in_reverse_only, op), (q, k, v, sink))
     with jax.disable_jit(False):  # see `_attend`; the user may have disabled it
-        return _attend(options, *vary_alike((q, k, v, ranges, sink)))
+        outputs = _attend(options, *vary_alike((q, k, v, ranges, sink)))
+    if isinstance(ranges, PickedRows):
+        is_right = ranges.rows.are_picks(ranges.picks, options.pick_block)
+        outputs = only_if_right(is_right, outputs)
+    return outputs
 
 
 @door("local_attention_backward", **_STEPS_OF_RANGES)
@@ -258,15 +272,14 @@ def _read_ranges(op: str, shape: tuple[int, ...], given: MaskRanges) -> RowRange
 
 
 def _read_mask(
-    T: int, shape: tuple[int, int], given: MaskRanges, documents: Any, named: tuple[Any, Any, Any]
-) -> tuple[RowRanges, str | None]:
-    """Returns the ranges of a mask, and how they are dense, if that is known.
+    q: Any, k: Any, given: MaskRanges, documents: Any, named: tuple[Any, Any, Any]
+) -> tuple[RowRanges | PickedRows, str | None]:
+    """Returns the ranges of a mask or what is picked, and how they are dense, if that is known.
 
-    Args:
-      shape: B and S.
-      named: segment ids, positions and the mask.
+    `named` are segment ids, positions and the mask.
     """
-    op, S = "local_attention", shape[1]
+    op, T, shape, mask = "local_attention", q.shape[1], k.shape[:2], named[2]
+    S = shape[1]
     if given.q_start is not None or given.q_end is not None:
         raise TypeError(
             f"{op}: got q_start or q_end without kv_start and kv_end. Pass all four, or "
@@ -293,6 +306,9 @@ def _read_mask(
     packed = read_whole(op, packed, 1)
     if packed.positions is not None:
         packed = with_segment_ids(packed, shape)
+    if isinstance(mask, Selected):
+        picks = read_picks(op, mask, (*shape, q.shape[2]), k.shape[2])
+        return _picked_tokens(packed, jnp.asarray(picks)[:, S - T :], S), None
     ranges = attended_tokens(jax.tree.map(jnp.asarray, packed), shape)
     start, end = (x[:, S - T :] for x in ranges[:2])
     if ranges.q_start is None:
@@ -301,36 +317,59 @@ def _read_mask(
     return RowRanges(start, end, KeyQueries(index, ranges.q_start, ranges.q_end)), dense
 
 
+def _picked_tokens(packed: Documents, picks: Array, num_keys: int) -> PickedRows:
+    """Returns what the last of the tokens `[B, S]` of these documents have picked."""
+    B, T = picks.shape[:2]
+    packed = jax.tree.map(jnp.asarray, packed)
+    documents = attended_tokens(replaced(packed, mask=Full()), (B, num_keys))
+    shown = attended_tokens(packed, (B, num_keys))
+    first, start, end = (
+        x[:, num_keys - T :] for x in (documents.k_start, shown.k_start, shown.k_end)
+    )
+    place = jnp.arange(num_keys - T, num_keys, dtype=jnp.int32) - first
+    return PickedRows(picks, DocumentRows(start, end, first, place))
+
+
 # ---- Attention of checked arguments, and its derivative.
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend_ranges(
-    options: PassOptions, q: Array, kv: Any, ranges: RowRanges, sink: Array | None
+    options: PassOptions, q: Array, kv: Any, ranges: RowRanges | PickedRows, sink: Array | None
 ) -> tuple[Array, ...]:
     """`local_attention` of checked arguments, without a derivative: for the rules of others."""
-    q, (k, v), ranges, sink = vary_alike((q, kv, ranges, sink))
-    (B, T, N, _), (S, _, Hv) = q.shape, v.shape[1:]
+    q, kv, ranges, sink = vary_alike((q, kv, ranges, sink))
+    (B, T, N, _), (S, _, Hv) = q.shape, kv[-1].shape[1:]
+    Hv = options.value_size or Hv
     if B * T * S == 0:
         dtype = sum_dtype(q.dtype)
         empty = [jnp.zeros((B, T, N, Hv), options.out_dtype), jnp.full((B, N, T), -jnp.inf, dtype)]
         empty += [jnp.full(N, -jnp.inf, dtype)] * options.return_max_logits
         return tuple(vary_alike(empty, like=q))
     sink = None if sink is None else jnp.broadcast_to(sink, (B, N))
-    out, lse, *max_logits = fused_attention(options, q, k, v, ranges, sink)
+    if isinstance(ranges, PickedRows):
+        out, lse, *max_logits = picked_attention(options, q, kv, ranges, sink)
+    else:
+        out, lse, *max_logits = fused_attention(options, q, *kv, ranges, sink)
     return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def range_gradients(
-    options: PassOptions, q: Array, kv: Any, ranges: RowRanges, whole: SoftmaxGradients
+    options: PassOptions,
+    q: Array,
+    kv: Any,
+    ranges: RowRanges | PickedRows,
+    whole: SoftmaxGradients,
 ) -> tuple[Array, ...]:
     """`local_attention_backward` of checked arguments."""
-    q, (k, v), ranges, whole = vary_alike((q, kv, ranges, whole))
-    if q.shape[0] * q.shape[1] * k.shape[1] == 0:
-        arrays = zip((q, k, v), options.gradient_dtypes, strict=True)
+    q, kv, ranges, whole = vary_alike((q, kv, ranges, whole))
+    if q.shape[0] * q.shape[1] * kv[0].shape[1] == 0:
+        arrays = zip((q, *kv), options.gradient_dtypes, strict=False)
         return vary_alike(tuple(jnp.zeros(x.shape, dtype) for x, dtype in arrays), like=q)
-    return fused_gradients(options, q, k, v, ranges, whole)
+    if isinstance(ranges, PickedRows):
+        return picked_gradients(options, q, kv, ranges, whole)
+    return fused_gradients(options, q, *kv, ranges, whole)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

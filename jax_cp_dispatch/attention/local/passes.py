@@ -42,7 +42,7 @@ from jax_cp_dispatch.attention.local.ranges import (
 _Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 
-def _primitive(
+def local_pass(
     name: str,
     scope: str,
     shapes: Callable[..., Any],
@@ -108,7 +108,7 @@ def _cuda_attention(ctx, options, q, k, v, *ranges_and_sink):
     return {"cudnn": gpu.cudnn_attention, "kernels": gpu.fused_attention}.get(taken.name)
 
 
-@_primitive("local_attention", "cpd.attention", _attention_shapes, cuda=_cuda_attention)
+@local_pass("local_attention", "cpd.attention", _attention_shapes, cuda=_cuda_attention)
 def fused_attention(options: PassOptions, q, k, v, ranges: RowRanges, sink) -> tuple[Array, ...]:
     """Returns out `[B, T, N, Hv]` in `options.out_dtype`, and lse `[B, N, T]`.
 
@@ -130,7 +130,7 @@ def _cuda_gradients(ctx, options, q, k, v, *ranges_and_whole):
     return {"cudnn": gpu.cudnn_gradients, "kernels": gpu.fused_gradients}.get(taken.name)
 
 
-@_primitive(
+@local_pass(
     "local_attention_gradients",
     "cpd.attention_backward",
     lambda options, q, k, v, *_: [
@@ -185,7 +185,7 @@ def block_matmul(x, y, contract):
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
 
 
-@_primitive(
+@local_pass(
     "attend_blocks",
     "cpd.attention",
     lambda options, q, ranges, kv, seen: [
@@ -211,7 +211,7 @@ def attend_blocks(
         q_block, own = block_of(q, index), ranges.of_block(options, index, num_rows)
 
         def exponentials(masked, j, logits, peak, of_pair):
-            logits, _ = soft_capped(options, logits)
+            logits, _ = soft_capped(options.logit_soft_cap, logits)
             if masked:
                 column = j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
                 column, start = column[None, None], own.rows[:, 0, :, None]
@@ -249,7 +249,7 @@ def attend_blocks(
     return lax.fori_loop(0, num_matrices // together * num_blocks, one_query_block, seen)
 
 
-@_primitive(
+@local_pass(
     "block_gradients",
     "cpd.attention_backward",
     lambda options, q, cotangents, ranges, kv, dq: [
@@ -280,7 +280,9 @@ def block_gradients(
             k_block, v_block = block_of(k, there), block_of(v, there)
             column = j * options.block_kv + jnp.arange(options.block_kv, dtype=jnp.int32)
             column = column[None, :, None]
-            logits, slope = soft_capped(options, block_matmul(k_block, q_block, (2, 2)))
+            logits, slope = soft_capped(
+                options.logit_soft_cap, block_matmul(k_block, q_block, (2, 2))
+            )
             allowed = (column >= own.rows[:, :1]) & (column < own.rows[:, 1:])
             if own.queries is not None:
                 allowed &= jnp.swapaxes(own.queries.of_keys(there).allow(), 1, 2)

@@ -51,6 +51,9 @@ class PassOptions:
     dense: str | None = None  # all ranges are those of one document: CAUSAL or FULL
     out_dtype: Any = None
     gradient_dtypes: tuple[Any, ...] = ()  # of q, k and v
+    # Of queries that have picked their keys.
+    pick_block: int = 0  # tokens of a pick; 0: keys are not picked
+    value_size: int = 0  # of values that are the first features of the keys; 0: they are not
 
 
 def pass_options(
@@ -335,9 +338,8 @@ def tile_ranges(
     return KeyRanges(rows, QueryRanges(index, indices, start, starts, end, ends))
 
 
-def soft_capped(options: PassOptions, logits):
+def soft_capped(cap: float | None, logits):
     """Returns soft-capped logits, and their derivative with respect to the given ones."""
-    cap = options.logit_soft_cap
     if cap is None:
         return logits, 1
     ratio = jnp.tanh(logits / cap)

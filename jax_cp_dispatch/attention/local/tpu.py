@@ -288,7 +288,7 @@ def block_logits(options, of_queries, of_keys, h, j, masked):
     The derivative is with respect to the scaled logits. A mask makes them -inf outside the ranges.
     """
     (ranges, q, *_), (k, _, *key_ranges) = of_queries, of_keys
-    logits, slope = soft_capped(options, options.scale * tile_dot(k[h], q[h], 1, 1))
+    logits, slope = soft_capped(options.logit_soft_cap, options.scale * tile_dot(k[h], q[h], 1, 1))
     if not masked:
         return logits, slope
     bounds = ranges[h]
