@@ -19,6 +19,7 @@ from programs_of_attention import (
     on_three_axes,
     on_two_levels,
     ring_of_trees,
+    selected_attention,
 )
 from programs_of_exchanges import (
     beside_two_products,
@@ -195,6 +196,7 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "ulysses, a ring outside": on_two_levels,
     "halo": functools.partial(attention, algorithm="halo", mask=masks.SlidingWindow(512)),
     "ring, ranges of queries": ring_of_trees,
+    "selected attention": selected_attention,
     "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
     "balanced, planned before": balanced_with_a_plan,
     "local_attention": local_attention,
@@ -258,6 +260,7 @@ NOT_COMPILED: dict[str, tuple[str, ...]] = {
     "computes on the host": (
         *("buffers", "cost", "cycles", "available_implementations", "choose_algorithm"),
         *("fit_plan_config", "fit_capacity", "stack_plans", "shift_documents", "plot_load"),
+        "both_copies",
         "token_checksums",
     ),
     "needs the devices themselves": ("gpu", "initialize", "load_profile", "profiling"),

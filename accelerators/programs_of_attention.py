@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from shapes import HEAD_SIZE, HEADS, KV_HEADS, TOKENS, Program, Shapes
 
 import jax_cp_dispatch as cpd
-from jax_cp_dispatch import masks
+from jax_cp_dispatch import masks, selected
 from jax_cp_dispatch.attention import local_attention_backward
 
 
@@ -61,6 +61,22 @@ def ring_of_trees(shapes: Shapes) -> Program:
         return cpd.context_parallel_attention(q, k, v, **options, **shapes.on_axis)
 
     return Program(run, (*shapes.qkv, shapes.ids, shapes.ids), (0, 1, 2))
+
+
+def selected_attention(shapes: Shapes) -> Program:
+    """DeepSeek-V3.2 with 8 heads: picks, absorbed latent attention over them, the index's loss."""
+    documents = shapes.placement.documents
+    where: dict[str, Any] = {"algorithm": "placed", "documents": documents, **shapes.on_axis}
+
+    def run(q, latents, q_index, k_index, weights):
+        picks = selected.select_keys(q_index, k_index, weights, num_keys=512, **where)
+        mask = masks.Selected(picks, order=documents.order)
+        out = cpd.context_parallel_attention(q, latents, value_size=512, mask=mask, **where)
+        return out, selected.index_loss(q_index, k_index, weights, q, latents, mask=mask, **where)
+
+    of_index = shapes.tokens(64, 128), shapes.tokens(128), shapes.tokens(64)
+    arrays = shapes.tokens(HEADS, 576), shapes.tokens(1, 576), *of_index
+    return Program(run, arrays, tuple(range(len(arrays))))
 
 
 def balanced_plan(shapes: Shapes) -> cpd.Plan:

@@ -44,6 +44,25 @@ VIEWS = {
         {"": "{what}", "beside": "{beside}"},
         {"{passes}": "{ms:.0f} ({of:.2f})"},
     ),
+    "selected": View(
+        "**Selected attention**: {title}, of one causal document over 8 virtual devices, forward "
+        "and backward, beside dense attention under an additive mask of all scores, as MaxText "
+        "computes it; and the index with its top-k, forward. MB: temporary, of one device, by "
+        "XLA's analysis, with the mask. Moved: latents that a rank receives, forward. Dense "
+        "attention of more than 8,192 tokens was compiled only.",
+        {"tokens": "{tokens}", "picked": "{picked}"},
+        {
+            "ms": "{attention_ms:.0f}",
+            "under a mask": "{mask_attention_ms:.0f}",
+            "times faster": "{times_faster}",
+            "MB": "{attention_MB:.0f}",
+            "MB under a mask": "{mask_attention_MB:.0f}",
+            "index ms": "{index_ms:.0f}",
+            "all scores": "{mask_index_ms:.0f}",
+            "index MB": "{index_MB:.0f}",
+            "moved MB": "{moved_MB}",
+        },
+    ),
     "windows": View(
         "**Windows**: counted for {title}, forward and backward, documents of published lengths: "
         "one layer with a window over 8 ranks, and 8 layers without and 40 with one of 512 over 4, "

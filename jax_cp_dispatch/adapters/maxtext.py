@@ -1,4 +1,4 @@
-"""MaxText's attention and tensor-parallel dense layers, computed by this package."""
+"""MaxText's attention, indexers and tensor-parallel dense layers, computed by this package."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from jax_cp_dispatch.masks import (
     Full,
     Mask,
     Ranges,
+    Selected,
     SlidingWindow,
 )
 from jax_cp_dispatch.masks.mask import PACKED, Order, zigzag_order
+from jax_cp_dispatch.selected import index_loss, select_keys
 
 # ---- Reads the arguments of MaxText's `AttentionOp.apply_attention`, and its mask.
 
@@ -106,10 +108,13 @@ def attention_keywords(
         ids = decoder_segment_ids
         ids = jnp.ones(query.shape[:2], jnp.int32) if ids is None else ids
         documents = Documents.in_order(ids, None, (), order=order, columns=query.shape[1])
+    mask = call_mask(self, *tokens, batch, order)
+    if has_picks(given.get("indexer_mask")):
+        mask = Selected(given["indexer_mask"], mask, order=order)
     return {
         **{"q": query, "k": key, "v": value, "documents": documents},
         **{"mesh": self.mesh, "axis_name": sequence, "head_axis": heads, "batch_axis": batch},
-        "mask": call_mask(self, *tokens, batch, order),
+        "mask": mask,
         "sink": None if sinks is None else jnp.asarray(sinks),  # of a Param
         "return_max_logits": bool(given.get("record_max_logits")),
         "scale": 1.0,  # queries are scaled already
@@ -121,6 +126,8 @@ def what_is_missing(self, query, key, **given) -> str:
     """Names what `context_parallel_attention` lacks for a call; empty if nothing."""
     config, kind = self.config, self.attention_type.value
     found = [name for name in _LACKING if given.get(name) is not None]
+    if has_picks(given.get("indexer_mask")):
+        found.remove("indexer_mask")
     found += ["moba"] * config.moba + ["compressed attention"] * (kind == "compressed")
     found += ["keys of another length"] * (query.shape[1] != key.shape[1])
     order = config.context_parallel_reorder_strategy.value
@@ -128,6 +135,87 @@ def what_is_missing(self, query, key, **given) -> str:
     is_striped = order == "striped" or (order == "auto" and config.packing and is_ring)
     found += ["tokens in stripes"] * (self._load_balanced_context_parallel() and is_striped)
     return " and ".join(found)
+
+
+# ---- Indexers of latent attention (DeepSeek-V3.2): picks in place of MaxText's additive mask.
+
+
+def has_picks(indexer_mask: Any) -> bool:
+    """Whether these are the picks of `indexed`, and not MaxText's additive mask."""
+    return indexer_mask is not None and jnp.issubdtype(indexer_mask.dtype, jnp.integer)
+
+
+def index_keywords(op, like, segment_ids, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns keywords of `select_keys` and `index_loss`; none if MaxText computes attention."""
+    if what_is_missing(op, like, like):
+        return {}
+    found = attention_keywords(op, like, like, like, segment_ids)
+    names = "documents", "mask", "mesh", "axis_name", "batch_axis"
+    return {**{name: found[name] for name in names}, **options} if found else {}
+
+
+def index_arrays(self, inputs_q, low_rank_q, inputs_kv, positions) -> tuple[Any, Any, Any]:
+    """Returns q_index, k_index and weights of an `Indexer`; nothing flows into its inputs."""
+    inputs = jax.lax.stop_gradient((inputs_q, low_rank_q, inputs_kv))
+    inputs_q, low_rank_q, inputs_kv = inputs
+    q = self.wq_b(low_rank_q).reshape(*inputs_q.shape[:2], self.n_heads, self.head_dim)
+    k = self.k_norm(self.wk(inputs_kv))[:, :, None]
+    q, k = (self.apply_partial_rope(x, inputs_positions=positions) for x in (q, k))
+    weights = self.weights_proj(inputs_q) * (self.n_heads**-0.5 * self.softmax_scale)
+    return q, k[:, :, 0], weights
+
+
+@contextlib.contextmanager
+def _indexers(**options: Any) -> Iterator[None]:
+    """Computes the index of the MLA layers that are traced in this block, and its loss."""
+    from maxtext.layers.attention_mla import MLA, Indexer  # pyright: ignore[reportMissingImports]
+
+    layer, dense, dense_loss = MLA.__call__, Indexer.__call__, MLA.calculate_indexer_loss
+    ops: list[Any] = []  # `AttentionOp` of the layer that is traced
+    signature = inspect.signature(dense)
+
+    @functools.wraps(layer)
+    def call(self, *arguments: Any, **named: Any) -> Any:
+        ops.append(self.attention_op)
+        try:
+            return layer(self, *arguments, **named)
+        finally:
+            ops.pop()
+
+    @functools.wraps(dense)
+    def indexed(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        self, x, ids = given["self"], given["inputs_q"], given["decoder_segment_ids"]
+        is_served = bool(ops) and given["model_mode"] == "train"
+        where = index_keywords(ops[-1], x[:, :, None], ids, options) if is_served else {}
+        if not where:
+            return dense(*arguments, **named)
+        if x.shape[1] <= self.indexer_topk:  # all keys are picked
+            return None, None, None
+        names = "inputs_q", "low_rank_q", "inputs_kv", "inputs_positions"
+        index = index_arrays(self, *(given[name] for name in names))
+        picks = select_keys(*index, num_keys=self.indexer_topk, **where)
+        return picks, picks, (index, where)
+
+    @functools.wraps(dense_loss)
+    def loss(self, indexer_score, query, key, attention_mask, indexer_mask, **given: Any) -> Any:
+        if not has_picks(indexer_mask):
+            scores = indexer_score, query, key, attention_mask, indexer_mask
+            return dense_loss(self, *scores, **given)
+        index, where = indexer_score
+        if given["sparse_loss"]:
+            order = getattr(where["documents"], "order", PACKED)
+            where = where | {"mask": Selected(indexer_mask, where["mask"], order=order)}
+        of_tokens = index_loss(*index, query, key, scale=1.0, **where)
+        return of_tokens.mean() * given["scaling_factor"]
+
+    MLA.__call__, Indexer.__call__, MLA.calculate_indexer_loss = call, indexed, loss
+    try:
+        yield
+    finally:
+        MLA.__call__, Indexer.__call__, MLA.calculate_indexer_loss = layer, dense, dense_loss
 
 
 @contextlib.contextmanager
@@ -138,11 +226,13 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
     global, sliding, chunked, block-diffusion, full and latent (MLA) attention, with attention
     sinks, masks of images and the largest logits, of packed documents or not, with MaxText's load
     balance (its reordering of tokens) or without. The results are MaxText's, except that padding is
-    zero, and that blocks of image tokens never cross documents.
+    zero, and that blocks of image tokens never cross documents. With algorithm="halo", or
+    "balanced" without load balance, also the indexers of latent attention (DeepSeek-V3.2) and their
+    loss, to which padding adds zeros.
 
     MaxText computes all other calls: those on one context device, decoding and prefill, and with a
-    warning those that need what `context_parallel_attention` lacks: masks of indexers and
-    compressed keys, MoBA, striped tokens.
+    warning those that need what `context_parallel_attention` lacks: masks of compressed keys, MoBA,
+    striped tokens.
 
     Args:
       algorithm: as in `context_parallel_attention`; "balanced" without load balance only.
@@ -174,7 +264,8 @@ def maxtext_attention(*, algorithm: Any = "zigzag", **options: Any) -> Iterator[
 
     AttentionOp.apply_attention = apply_attention
     try:
-        yield
+        with _indexers(algorithm=algorithm, **options):
+            yield
     finally:
         AttentionOp.apply_attention = dense
 

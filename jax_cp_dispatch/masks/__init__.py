@@ -7,7 +7,16 @@ pairs, and of masks that data decides. `static` are the masks of numbers, `array
 planner. `read` reads the argument `mask=` of all functions.
 """
 
-from jax_cp_dispatch.masks.arrays import Blocks, PrefixLM, Ranges, SharedPrefix, Tree
+from jax_cp_dispatch.masks.arrays import (
+    BlockDiffusion,
+    Blocks,
+    BothCopies,
+    PrefixLM,
+    Ranges,
+    SharedPrefix,
+    Tree,
+    both_copies,
+)
 from jax_cp_dispatch.masks.mask import ArrayMask, Mask, MaskRanges, StaticMask
 from jax_cp_dispatch.masks.selected import Selected
 from jax_cp_dispatch.masks.static import BlockCausal, Causal, Chunked, Full, SlidingWindow
@@ -15,7 +24,9 @@ from jax_cp_dispatch.masks.static import BlockCausal, Causal, Chunked, Full, Sli
 __all__ = [
     "ArrayMask",
     "BlockCausal",
+    "BlockDiffusion",
     "Blocks",
+    "BothCopies",
     "Causal",
     "Chunked",
     "Full",
@@ -28,4 +39,5 @@ __all__ = [
     "SlidingWindow",
     "StaticMask",
     "Tree",
+    "both_copies",
 ]

@@ -1,9 +1,9 @@
-"""Masks of arrays: `Ranges`, `Blocks`, `PrefixLM`, `SharedPrefix` and `Tree`."""
+"""Masks of arrays: `Ranges`, `Blocks`, `BlockDiffusion`, `PrefixLM`, `SharedPrefix` and `Tree`."""
 
 import dataclasses
 import functools
 import inspect
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Integer
 
-from jax_cp_dispatch._arguments import clip_to_int32
+from jax_cp_dispatch._arguments import check_positive, clip_to_int32
 from jax_cp_dispatch._arrays import run_begins, run_ends
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch.masks.mask import (
@@ -142,6 +142,129 @@ class Blocks(ArrayMask):
 
     def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
         return MaskRanges(start, minimum(end, maximum(column + 1, self.block_end)))
+
+
+# ---- `BlockDiffusion`: a noisy and a clean copy of each document, side by side.
+
+
+@array_mask
+class BlockDiffusion(ArrayMask):
+    """Both copies of a document, for training by block diffusion.
+
+    A document is its noisy copy, then its clean copy. Both are cut into blocks of `size` tokens,
+    counted from the start of the copy. Noisy tokens see their own noisy block, and the clean blocks
+    before it. Clean tokens see the clean blocks up to their own. `both_copies` lays tokens out so.
+    `BlockDiffusion(segment_ids, size)` takes the ids of this layout, integers `[B, T]`, one id for
+    both copies of a document, 0 for padding; they may be traced. Pass no positions to attention:
+    positions for RoPE, which begin again in the clean copy, would end the document there.
+
+    Attributes:
+      edge: the first column of the token's block in the noisy copy; one past the last in the clean
+        copy.
+    Raises:
+      ValueError: a document known on the host has an odd number of tokens. For traced ids,
+        attention then fails on all ranks.
+    References:
+      Arriola et al., "Block Diffusion", 2025 (arXiv 2503.09573), appendix B.6: M_BD, M_OBC, M_BC.
+    """
+
+    edge: Int32[Array | np.ndarray, "B T"]
+    has_query_ranges = True
+
+    def __init__(self, segment_ids: Integer[Array | np.ndarray, "B T"], size: int) -> None:
+        check_positive("BlockDiffusion", size=size)
+        segment_ids = gathered(segment_ids)
+        xp: Any = jnp if has_tracers(segment_ids) else np
+        start, end = _runs(segment_ids)
+        column = np.arange(segment_ids.shape[1], dtype=np.int32)
+        half, is_odd = (end - start) // 2, ((end - start) % 2 == 1) & (segment_ids > 0)
+        if xp is np and is_odd.any():
+            row, at = np.argwhere(is_odd)[0]
+            raise ValueError(
+                f"BlockDiffusion: in batch row {row}, the document at column {at} has "
+                f"{end[row, at] - at} tokens; it needs a noisy and a clean copy of equal length. "
+                "Pass the segment ids of masks.both_copies."
+            )
+        is_noisy = column - start < half
+        position = xp.where(is_noisy, column - start, column - start - half)
+        size = min(size, max(len(column), 1))
+        first = column - position % size
+        edge = xp.where(is_noisy, first, xp.minimum(first + size, end))
+        self._store(edge=xp.where(is_odd, -1, edge * (segment_ids > 0)))
+
+    def rules(self, column: Any, start: Any, end: Any) -> list[tuple[Any, str]]:
+        xp: Any = jnp if has_tracers(self.edge) else np
+        before = xp.roll(self.edge, 1, axis=1)
+        begins = (start <= self.edge) & (self.edge <= column)
+        begins &= (self.edge == column) | (before == self.edge)
+        ends = _ends_fit(column, self.edge) & (self.edge <= end)
+        is_noisy = column - start < (end - start) // 2
+        what = (
+            "has a document that is not a noisy and a clean copy of equal length. Lay tokens out "
+            "by masks.both_copies, and omit positions; in another order, pass the mask through "
+            "Documents.apply or Placement.apply."
+        )
+        return [(xp.where(is_noisy, begins, ends), what)]
+
+    def ranges(self, column: Any, start: Any, end: Any) -> MaskRanges:
+        # The keys of a noisy query begin at its noisy block and end before the clean one. Between
+        # them are later noisy blocks, whose keys no earlier query sees.
+        xp: Any = jnp if has_tracers(self.edge, start, end) else np
+        half = (end - start) // 2
+        is_noisy = column - start < half
+        k_start = xp.where(is_noisy, self.edge, start + half)
+        k_end = xp.where(is_noisy, self.edge + half, self.edge)
+        return MaskRanges(k_start, k_end, xp.where(is_noisy, self.edge, start), end)
+
+
+class BothCopies(NamedTuple):
+    """The layout of a batch for block diffusion: every document as a noisy, then a clean copy.
+
+    Attributes:
+      columns: the column in the batch of each token of the layout: `np.take_along_axis(tokens,
+        columns, axis=1)` has both copies of the tokens, still clean.
+      segment_ids: one id for both copies of a document; 0 for padding.
+      positions: in the document, for RoPE; the same in both copies. Do not pass them to attention.
+      is_noisy: whether a token belongs to the noisy copy: which tokens to corrupt, and which
+        outputs to score; False for padding.
+      mask: the `BlockDiffusion` of this layout.
+    """
+
+    columns: Int32[Array | np.ndarray, "B 2*T"]
+    segment_ids: Integer[Array | np.ndarray, "B 2*T"]
+    positions: Int32[Array | np.ndarray, "B 2*T"]
+    is_noisy: Bool[Array | np.ndarray, "B 2*T"]
+    mask: BlockDiffusion
+
+
+def both_copies(segment_ids: Integer[Array | np.ndarray, "B T"], size: int) -> BothCopies:
+    """Lays the noisy and the clean copy of each document side by side, `[B, 2 * T]`.
+
+    For data loaders: NumPy for arrays of NumPy. Place tokens with `PlanConfig(block=size)`, so that
+    noisy blocks stay whole where such cuts are found; their keys then do not move.
+
+    Args:
+      segment_ids: of the batch, in packed order; a document is a run of one id, 0 is padding.
+      size: tokens of a block of diffusion.
+    """
+    check_annotated("both_copies", both_copies, {"segment_ids": segment_ids})
+    segment_ids = gathered(segment_ids)
+    xp: Any = jnp if has_tracers(segment_ids) else np
+    ids, start, end = (xp.repeat(x, 2, axis=1) for x in (segment_ids, *_runs(segment_ids)))
+    within = np.arange(ids.shape[1], dtype=np.int32) - 2 * start
+    position, is_token = within % (end - start), ids > 0
+    return BothCopies(
+        columns=start + position,
+        segment_ids=ids,
+        positions=xp.where(is_token, position, 0),
+        is_noisy=is_token & (within < end - start),
+        mask=BlockDiffusion(ids, size),
+    )
+
+
+def _runs(ids: Any) -> tuple[Any, Any]:
+    """Returns the first column of the run of equal ids at each column, and one past its last."""
+    return ids.shape[1] - run_ends(ids[:, ::-1])[:, ::-1], run_ends(ids)
 
 
 # ---- `PrefixLM`: both ways inside the prompt of a document.

@@ -53,7 +53,7 @@ CASES = [
          returns=("lse",), **KNOWN),
     Call(BLOCK, 4, "tree", rows=31, more=1, batch=2, heads=(4, 2), **ALL, **KNOWN),
     Call(BLOCK, 3, "shared_prefix", rows=9, returns=("lse",), implementation="xla", **ON_RANKS),
-    Call("placed", 3, "prefix", "placed", rows=12, batch=2, heads=(4, 2), **ALL),
+    Call("placed", 3, "block_diffusion", "placed", rows=12, batch=2, heads=(4, 2), **ALL),
     Call("placed", 3, SlidingWindow(6, first=4), "placed", rows=24, documents="both", **ON_RANKS),
     Call("placed", 4, "ranges_of_keys", "placed", rows=24, batch=2, latents=True, **BF16,
          implementation="xla", returns=("max_logits",), **KNOWN),

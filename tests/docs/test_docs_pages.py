@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import mask_oracle
 import numpy as np
 import pytest
+import selected_oracle
 from attention_oracle import masked_attention
 from in_ci import in_ci
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -113,6 +114,7 @@ def masks(names):
         "Blocks": mask_oracle.block_pairs(of((0, 2), (1, 4), (0, 4), (2, 3), (0, 3))),
         "SharedPrefix": mask_oracle.shared_prefix_pairs(names["turns"]),
         "Tree": mask_oracle.tree_pairs(spans, np.array([[-1, 0, 1, 0, -1, 4]])),
+        "BlockDiffusion": mask_oracle.block_diffusion_pairs(ids, 2),
     }
     for name, out in names["outs"].items():
         mask = names["examples"][name]
@@ -122,6 +124,29 @@ def masks(names):
             pairs = mask_oracle.batch_pairs(mask, ids)
         close(out, masked_attention(names["q"], names["k"], names["v"], pairs)[0], 2e-6)
     close(names["of_layers"][0], names["outs"]["Tree"], 2e-6)
+    placement, copies = names["placement"], names["copies"]
+    of_copies = mask_oracle.block_diffusion_pairs(copies.segment_ids, 2)
+    qkv = (placement.restore(names[f"{x}2"]) for x in "qkv")
+    close(placement.restore(names["diffusion"]), masked_attention(*qkv, of_copies)[0], 2e-6)
+    labels = np.take_along_axis(names["tokens"], copies.columns, axis=1)
+    np.testing.assert_array_equal(placement.restore(names["labels"]), labels)
+
+
+def selected_attention(names):
+    """Picks as by all scores of each query; the same attention of packed and placed tokens."""
+    back, ids = lambda x: names["placement"].restore(np.asarray(x)), names["ids"]
+    q_index, k_index, w = (back(names[x])[:, :, None] for x in ("q_index", "k_index", "w"))
+    options = {"num_keys": 16, "block": 1, "pool": "max", "local": False}
+    picks = selected_oracle.select(q_index, k_index, w, ids, "causal", **options)
+    np.testing.assert_array_equal(names["recorded"], picks[:, :, 0])
+    q, k = map(back, (names["q"], names["latents"]))
+    seen = selected_oracle.pairs(picks, ids, "causal", 1)
+    out, *_ = selected_oracle.attention((q, k, k[..., :16]), seen)
+    close(names["replayed"], out)
+    options = {"num_keys": 4, "block": 8, "pool": "max", "local": True}
+    of_blocks = selected_oracle.select(q_index, k_index, w, ids, "causal", **options)
+    np.testing.assert_array_equal(names["of_blocks"], of_blocks[:, :, 0])
+    assert (back(names["loss"]) >= 0).all()
 
 
 def metadata(names, page="metadata.md", num_cells=48):
@@ -212,6 +237,7 @@ PAGES = {
     "plans.md": None,
     "rollouts.md": rollouts,
     "scaling.md": None,
+    "selected_attention.md": selected_attention,
     "sequence.md": None,
     "windows.md": None,
 }

@@ -8,10 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_mask import any_mask
-from array_masks import KINDS, random_mask, random_trees
+from array_masks import ALL_KINDS, KINDS, pack_for, random_mask, random_trees
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from mask_oracle import batch_pairs, batch_visible, range_pairs, tree_pairs, visible
+from mask_oracle import (
+    batch_pairs,
+    batch_visible,
+    block_diffusion_pairs,
+    copied_tokens,
+    range_pairs,
+    tree_pairs,
+    visible,
+)
 from on_mesh import permuted_mesh
 from packed_batches import pack
 from properties import examples
@@ -23,6 +31,7 @@ from jax_cp_dispatch._ranks.runtime import native  # inner: pairs in the planner
 from jax_cp_dispatch.documents.documents import attended_tokens, trusted  # inner: the same
 from jax_cp_dispatch.masks import (
     BlockCausal,
+    BlockDiffusion,
     Blocks,
     Causal,
     Chunked,
@@ -33,6 +42,7 @@ from jax_cp_dispatch.masks import (
     SharedPrefix,
     SlidingWindow,
     Tree,
+    both_copies,
 )
 from jax_cp_dispatch.masks.pairs import pairs_per_query, traced_pairs_per_query  # inner: the same
 from jax_cp_dispatch.masks.read import read_mask  # inner: the same
@@ -170,7 +180,7 @@ def test_plans_on_the_host_move_the_window_and_the_first_tokens(make):
 # ---- Masks of arrays.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_mask_admits_what_its_definition_says(kind):
     """Also traced, and after its arrays moved and came back; and its pairs are counted."""
     rng = np.random.default_rng()
@@ -182,7 +192,7 @@ def test_a_mask_admits_what_its_definition_says(kind):
 
     program: Any = jax.jit(on_device, static_argnums=0)
     for _ in range(20):
-        segment_ids, _ = pack(rng, *SHAPE, max_length=20)
+        segment_ids, _ = pack_for(kind, rng, *SHAPE, max_length=20)
         constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
         wanted = batch_visible(segment_ids, pairs)
         mask = constructor(*arrays)
@@ -191,6 +201,42 @@ def test_a_mask_admits_what_its_definition_says(kind):
         assert mask.has_arrays and mask.has_query_ranges == (ranges.q_end is not None)
         check_ranges(ranges, counts, wanted)
         assert not mask.is_causal or not np.triu(wanted, 1).any()
+
+
+def test_both_copies_of_documents_side_by_side():
+    """On the host and traced; the layout of tokens is that of their mask."""
+    rng = np.random.default_rng()
+    trace: Any = jax.jit(lambda segment_ids: both_copies(segment_ids, 3))
+    for _ in range(10):
+        segment_ids, _ = pack(rng, *SHAPE, max_length=9)
+        copies = both_copies(segment_ids, 3)
+        jax.tree.map(np.testing.assert_array_equal, tuple(copies), tuple(trace(segment_ids)))
+        columns, positions, is_noisy = copied_tokens(segment_ids)
+        np.testing.assert_array_equal(copies.columns, columns)
+        np.testing.assert_array_equal(copies.positions, positions)
+        np.testing.assert_array_equal(copies.is_noisy, is_noisy)
+        ids = np.take_along_axis(segment_ids, columns, axis=1)
+        np.testing.assert_array_equal(copies.segment_ids, ids)
+        ranges = attended_tokens(trusted(ids, mask=copies.mask), ids.shape)
+        pairs = range_pairs(*jax.tree.map(np.asarray, ranges))
+        np.testing.assert_array_equal(pairs, block_diffusion_pairs(ids, 3))
+
+
+def test_noisy_keys_do_not_move():
+    """If blocks of noise divide the documents and the tokens of a rank."""
+    size, num_ranks = 16, 4
+    segment_ids = np.repeat([1, 2, 3, 0], size * np.array([45, 3, 70, 10]))[None]
+    copies = both_copies(segment_ids, size)
+    batch: Any = {"segment_ids": copies.segment_ids, "mask": copies.mask, "world_size": num_ranks}
+    config = cp.PlanConfig(block=size, balance_tolerance=0.1)
+    placement = place_tokens(**batch, config=config)
+    is_noisy = placement.apply(copies.is_noisy).reshape(num_ranks, -1)
+    sent = placement.plan.kv_metadata
+    for rank in range(num_ranks):
+        ranges = sent.dst_rank[rank], sent.src_offset[rank], sent.seq_len[rank]
+        for to, first, length in zip(*ranges, strict=True):
+            assert to in (-1, rank) or not is_noisy[rank, first : first + length].any()
+    assert placement.plan.num_kv_tokens_moved > 500
 
 
 def test_10000_trees_are_the_ancestor_relation():
@@ -298,6 +344,10 @@ CASES = {
     ],
     "Chunked": [(lambda: Chunked(0), "size is 0; it needs to be at least 1")],
     "BlockCausal": [(lambda: BlockCausal(0), "size is 0; it needs to be at least 1")],
+    "BlockDiffusion": [
+        (lambda: BlockDiffusion(IDS, 0), "size is 0; it needs to be at least 1"),
+        (lambda: BlockDiffusion(IDS, 2), "document at column 0 has 3 tokens; .* of equal length"),
+    ],
     "PrefixLM": [],
     "SharedPrefix": [
         (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3")
@@ -320,6 +370,10 @@ CASES = {
         (
             lambda: attend(SharedPrefix(np.array([[0, 1, 2, 3, 4, 4]]))),
             "at column 3, SharedPrefix .* as of a prompt of one token, give each completion",
+        ),
+        (
+            lambda: attend(BlockDiffusion(np.ones_like(IDS), 2)),  # as positions end documents
+            "at column 1, BlockDiffusion .* clean copy of equal length.* omit positions",
         ),
     ],
     "plan_attention": [

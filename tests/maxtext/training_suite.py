@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import maxtext_runs
 import numpy as np
 import pytest
 from maxtext_runs import DEADLINE, STEPS, TOLERANCE, losses, warn_again, watched, without_overlap
@@ -89,6 +90,47 @@ def test_attention(model, algorithm, options):
         got = losses(STEPS, adapter, **{**MODELS[model], **CONTEXT_4, **options})
     assert attend.called
     check(f"{model}, {algorithm}", got, expected(model))
+
+
+INDEXED: dict[str, Any] = {
+    **{**MODELS["deepseek"], "use_qk_clip": False, "q_lora_rank": 16, "use_indexer": True},
+    **{"indexer_n_heads": 4, "indexer_head_dim": 16, "indexer_topk": 12},
+    "indexer_loss_scaling_factor": 0.1,
+}
+
+
+PACKED_BATCH = maxtext_runs.packed_batch
+
+
+def batch_without_padding(*sizes: Any) -> dict[str, np.ndarray]:
+    """MaxText's loss of an index also has padding, which is a document of its own here."""
+    batch = PACKED_BATCH(*sizes)
+    for ids, positions in zip(batch["inputs_segmentation"], batch["inputs_position"], strict=True):
+        is_padding = ids == 0
+        positions[is_padding], ids[is_padding] = np.arange(is_padding.sum()), ids.max() + 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    "algorithm, is_sparse, options",
+    [("halo", True, {}), ("balanced", True, IN_ORDER), ("halo", False, IN_ORDER)],
+)
+def test_indexers(algorithm, is_sparse, options):
+    """Of DeepSeek-V3.2; in the warm-up the loss is that of the index alone. Without a warning.
+
+    Scores that differ in their last bits would seldom pick another key.
+    """
+    model, steps = {**INDEXED, "indexer_sparse_training": is_sparse}, 5
+    adapter = maxtext_attention(algorithm=algorithm, deadline=DEADLINE)
+    iterator = mock.patch.object(maxtext_runs, "packed_batch", batch_without_padding)
+    with iterator, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = losses(steps, adapter, **model, **CONTEXT_4, **options)
+        want = losses(steps, **model, ici_fsdp_parallelism=8)
+    assert not [str(w.message) for w in said if "maxtext_attention" in str(w.message)]
+    print(f"indexers, {algorithm}: {np.abs(got - want).max():.1e}")
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+    assert got[-1] < got[0]
 
 
 def test_bfloat16_and_tensor_parallelism():

@@ -114,6 +114,40 @@ def tree_pairs(span_ids, parents):
     return _causal(span_ids) & is_ancestor[row[:, :, None], spans[:, :, None], spans[:, None]]
 
 
+def copied_tokens(segment_ids):
+    """Of each token of the layout: its column in the batch, its position, whether it is noisy."""
+    of_rows = []
+    for row in np.asarray(segment_ids):
+        tokens = []
+        for key, run in itertools.groupby(range(len(row)), key=lambda c, row=row: row[c]):
+            columns, is_token = list(run), key > 0
+            for is_noisy in (True, False):
+                tokens += [(c, (c - columns[0]) * is_token, is_noisy & is_token) for c in columns]
+        of_rows.append(tokens)
+    return np.array(of_rows).reshape(len(of_rows), -1, 3).transpose(2, 0, 1)
+
+
+def block_diffusion_pairs(segment_ids, size):
+    """Of rows of noisy copies x_t, each followed by its clean copy x_0.
+
+    By the words of Block Diffusion (arXiv 2503.09573): "self-attention within noised blocks",
+    "cross-attention to conditional context", "attention to update x_0".
+    """
+    pairs = np.zeros((*segment_ids.shape, segment_ids.shape[1]), bool)
+    for b, first, last in _documents(segment_ids, None):
+        n = (last - first) // 2
+        block, is_noisy = np.tile(np.arange(n) // size, 2), np.repeat([True, False], n)
+        for i, j in itertools.product(range(2 * n), repeat=2):
+            if is_noisy[i] and is_noisy[j]:
+                sees = block[i] == block[j]
+            elif is_noisy[i]:
+                sees = block[j] < block[i]
+            else:
+                sees = not is_noisy[j] and block[j] <= block[i]
+            pairs[b, first + i, first + j] = sees
+    return pairs
+
+
 def range_pairs(k_start, k_end, q_start=None, q_end=None):
     column = np.arange(k_start.shape[1])
     seen = (k_start[:, :, None] <= column) & (column < k_end[:, :, None])

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from array_masks import KINDS, random_mask
+from array_masks import ALL_KINDS, pack_for, random_mask
 from mask_oracle import batch_visible
-from packed_batches import pack
 from placement_bounds import keys_if_fillers_were_free, keys_of_the_longest_document, least_keys
 from planner_oracle import check_plan, fewest_bytes, rows_and_pairs, times_of_ranks
 from random_lengths import (
@@ -57,10 +56,10 @@ def test_no_rank_is_above_the_tolerance(make, seed):
     assert plan.pairs.sum(dtype=float) == pytest.approx(pairs_of(mask, lengths), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_no_rank_is_above_the_tolerance_with_masks_of_arrays(kind):
     rng = np.random.default_rng(7)
-    segment_ids, _ = pack(rng, 2, 4 * 600, max_length=2400)
+    segment_ids, _ = pack_for(kind, rng, 2, 4 * 600, max_length=2400)
     constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
     of_queries = batch_visible(segment_ids, pairs).sum(2)
     limit = 1.01 * of_queries.sum() / 4 + (of_queries.max() if kind == "tree" else 0)  # few

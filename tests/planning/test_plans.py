@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from any_mask import any_mask
-from array_masks import KINDS, random_mask
+from array_masks import ALL_KINDS, pack_for, random_mask
 from hypothesis import given, strategies as st
 from mask_oracle import batch_visible
 from packed_batches import pack
@@ -217,14 +217,14 @@ def test_constants_inside_jit_get_exact_capacities():
 # ---- Masks of arrays.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_any_mask_of_arrays(kind):
     """A plan, and a placement beside a window; also the part of one rank."""
     rng = np.random.default_rng()
     for _ in range(2):
         world_size = int(rng.integers(1, 5))
         columns, longest = world_size * int(rng.integers(4, 20)), int(rng.choice([6, 60]))
-        segment_ids, _ = pack(rng, 2, columns, max_length=longest)
+        segment_ids, _ = pack_for(kind, rng, 2, columns, max_length=longest)
         constructor, arrays, pairs = random_mask(kind, rng, segment_ids)
         mask, visible = constructor(*arrays), batch_visible(segment_ids, pairs)
         last, options = world_size - 1, {"segment_ids": segment_ids, "world_size": world_size}

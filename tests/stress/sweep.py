@@ -21,7 +21,7 @@ sys.path.extend(str(pathlib.Path(__file__).parents[1] / name) for name in ("orac
 
 import jax
 import numpy as np
-from array_masks import KINDS
+from array_masks import ALL_KINDS as KINDS
 from calls import Call, check
 from inner import blocks_of, interpreted_tpu_kernels
 

@@ -32,6 +32,7 @@ MASKS = {
     "BlockCausal": masks.BlockCausal(4),
     "PrefixLM": masks.PrefixLM(POSITIONS < T // 4),
     "Blocks": masks.Blocks(np.repeat([[0, 1]], T // 2, axis=1)),
+    "BlockDiffusion": masks.BlockDiffusion(IDS, 2),
     "SharedPrefix": masks.SharedPrefix(np.repeat([[0, 1, 0, 2]], T // 4, axis=1)),
     "Tree": masks.Tree(np.repeat([[0, 1]], T // 2, axis=1), np.array([[-1, 0]])),
     "Ranges": masks.Ranges(np.zeros((1, T), np.int32), np.full((1, T), T, np.int32)),

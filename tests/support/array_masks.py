@@ -1,11 +1,20 @@
 """Random masks of arrays, each with the pairs that it admits by its definition."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
-from mask_oracle import block_pairs, prefix_pairs, range_pairs, shared_prefix_pairs, tree_pairs
+from mask_oracle import (
+    block_diffusion_pairs,
+    block_pairs,
+    prefix_pairs,
+    range_pairs,
+    shared_prefix_pairs,
+    tree_pairs,
+)
+from packed_batches import pack
 
-from jax_cp_dispatch.masks import Blocks, PrefixLM, Ranges, SharedPrefix, Tree
+from jax_cp_dispatch.masks import BlockDiffusion, Blocks, PrefixLM, Ranges, SharedPrefix, Tree
 
 
 def random_trees(rng, rows, tokens, spans):
@@ -44,9 +53,24 @@ def random_mask(kind, rng, segment_ids) -> Any:
     if kind == "tree":
         trees = random_trees(rng, shape[0], shape[1], 6)
         return Tree, trees, tree_pairs(trees[0], trees[1])
+    if kind == "block_diffusion":
+        return _diffuse, (segment_ids,), block_diffusion_pairs(segment_ids, _SIZE)
     columns = rng.integers(0, shape[1] + 1, (4, *shape))
     arrays = tuple(columns) if kind == "ranges" else tuple(columns[:2])
     return Ranges, arrays, range_pairs(*arrays)
 
 
+_SIZE = 3
+_diffuse = partial(BlockDiffusion, size=_SIZE)
+
+# Of any documents, and all; `pack_for` draws documents for each.
 KINDS = ("prefix", "blocks", "shared_prefix", "tree", "ranges", "ranges_of_keys")
+ALL_KINDS = (*KINDS, "block_diffusion")
+
+
+def pack_for(kind, rng, batch, num_tokens, **options):
+    """Returns `pack` of documents that this kind of mask admits."""
+    if kind != "block_diffusion":
+        return pack(rng, batch, num_tokens, **options)
+    packed = pack(rng, batch, num_tokens // 2, **options)
+    return tuple(np.pad(np.repeat(x, 2, axis=1), ((0, 0), (0, num_tokens % 2))) for x in packed)

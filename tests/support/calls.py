@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from array_masks import KINDS, random_mask
+from array_masks import ALL_KINDS, pack_for, random_mask
 from attention_oracle import masked_attention, masked_attention_gradients
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from mask_oracle import batch_pairs, batch_visible
@@ -80,7 +80,8 @@ def draw_documents(call, rng):
     """Returns segment ids and positions as dense attention reads them, and those of the call."""
     shape = call.batch, call.num_ranks * call.rows + call.more
     padding = 0.2 if call.documents in ("segments", "both") else 0.0
-    ids, positions = pack(rng, *shape, max_length=max(2, shape[1] // 2), padding=padding)
+    longest = max(2, shape[1] // 2)
+    ids, positions = pack_for(call.mask, rng, *shape, max_length=longest, padding=padding)
     if call.documents != "segments":
         ids = np.minimum(ids, 1)
     given = {"segment_ids": ids} if padding else {}
@@ -91,7 +92,7 @@ def draw_documents(call, rng):
 
 def draw_mask(call, rng, ids, positions):
     """Returns the mask in packed order, and the pairs that it admits."""
-    if call.mask in KINDS:
+    if call.mask in ALL_KINDS:
         constructor, arrays, pairs = random_mask(call.mask, rng, ids)
         return constructor(*arrays), batch_visible(ids, pairs)
     return call.mask, batch_pairs(call.mask, ids, positions)
@@ -167,7 +168,7 @@ def attend(call, operands, given, mask, **where) -> Any:
 def program(call, mesh, given, mask, **where: Any) -> Any:
     """Returns `(operands, cotangents, given, mask) -> (results, gradients)`, jitted."""
     rows = P(None, call.axis_name)
-    of_arrays = call.mask in KINDS
+    of_arrays = call.mask in ALL_KINDS
 
     def run(operands, given, mask):
         mask = mask if of_arrays else call.mask
@@ -273,7 +274,7 @@ def _check_batch(call, rng, mesh, compiled, where):
         moves = place_tokens(**of_documents, **sizes)
     if call.order != "packed":
         given = {"documents": getattr(moves, "documents", moves)}
-    mask = moves.apply(mask) if call.mask in KINDS else None
+    mask = moves.apply(mask) if call.mask in ALL_KINDS else None
 
     def stored(x):
         hide = lambda x: np.where(of_rows(ids > 0, x), x, np.array(np.nan, x.dtype))

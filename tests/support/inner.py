@@ -15,8 +15,11 @@ from jax_cp_dispatch._ranks import (  # inner: a TPU is pretended
     runtime,
 )
 from jax_cp_dispatch._text import say_once  # inner: a warning comes once in a process
-from jax_cp_dispatch.attention import rotating  # inner: blocks, kernels for TPUs
-from jax_cp_dispatch.attention.algorithms import exchange_once  # inner: with and without parts
+from jax_cp_dispatch.attention import rotating  # inner: kernels for TPUs
+from jax_cp_dispatch.attention.algorithms import (
+    exchange_once,  # inner: with and without parts
+    ring,  # inner: blocks
+)
 
 
 def warn_again() -> None:
@@ -84,7 +87,7 @@ def leave_after(seconds: float) -> None:
 
 def blocks_of(**sizes: int) -> Any:
     """Returns a patch that gives the passes of rings these sizes of blocks."""
-    return mock.patch.object(rotating, "rank_blocks", lambda *_, **__: sizes)
+    return mock.patch.object(ring, "rank_blocks", lambda *_, **__: sizes)
 
 
 @contextlib.contextmanager
