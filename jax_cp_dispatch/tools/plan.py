@@ -36,7 +36,8 @@ _KINDS = (getattr(masks, name) for name in masks.__all__)
 _MASKS: dict[str, Any] = {  # by names such as sliding_window
     re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower(): kind
     for kind in _KINDS
-    if issubclass(kind, masks.StaticMask) and kind is not masks.StaticMask
+    if isinstance(kind, type) and issubclass(kind, masks.StaticMask)
+    if kind is not masks.StaticMask
 }
 _FORMS = ", ".join(name + ":TOKENS" * _has_tokens(kind) for name, kind in _MASKS.items())
 
