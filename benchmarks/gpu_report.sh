@@ -57,7 +57,7 @@ steps=$out/steps.tsv
 : >"$steps"
 [ "$mode" = build ] || "$python" benchmarks/gpu_machine.py found | tee -a "$report"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 JAX_CP_DISPATCH_REQUIRE_GPU=1
-export JAX_CP_DISPATCH_DEADLINE=${JAX_CP_DISPATCH_DEADLINE:-300}  # a missing rank is named before a limit ends the step
+deadline=${JAX_CP_DISPATCH_DEADLINE:-}  # of the user; by default a quarter of a step's limit
 export JAX_CP_DISPATCH_TEST_LIMIT=40   # seconds of a test
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$root/build/gpu_report_cache}
 command -v nvcc >/dev/null || export PATH=$PATH:/usr/local/cuda/bin
@@ -97,8 +97,10 @@ start() {  # start LIMIT LOG COMMAND...: runs it, in the process `started`
   shift 2
   : >"$log"
   # Interrupted, not terminated: pytest then tells what has failed so far. Processes that a test
-  # starts end before, so that it tells what they have said.
+  # starts end before, so that it tells what they have said. A missing rank is named before, also at
+  # a first call, which has three deadlines.
   JAX_CP_DISPATCH_PROCESS_LIMIT=$((limit > 20 ? limit - 10 : limit)) \
+    JAX_CP_DISPATCH_DEADLINE=${deadline:-$(((limit + 3) / 4))} \
     timeout --signal=INT --kill-after=5 "$limit" "$@" >"$log" 2>&1 &
   started=$!
   running[$started]=yes
@@ -299,8 +301,8 @@ of_all_gpus() {  # of_all_gpus CASE: what the test says so far is printed when i
 }
 if [ -n "$several" ]; then
   for case in cuda_ipc nvshmem "put and get"; do of_all_gpus "$case"; done
-  between rates 900 LIMIT=300 PYTHON="$python" benchmarks/multi_gpu.sh --sizes quick \
-    --output "$out/between_gpus.json"
+  between rates 900 LIMIT=300 JAX_CP_DISPATCH_DEADLINE="$deadline" PYTHON="$python" \
+    benchmarks/multi_gpu.sh --sizes quick --output "$out/between_gpus.json"
   of_all_gpus "one process"
 elif is_chosen "between GPUs"; then
   echo "between GPUs: one GPU" | tee -a "$report"
@@ -364,7 +366,8 @@ step "open: profile with one hardware queue" 50 env JAX_PLATFORMS=cuda XLA_FLAGS
   $queues=1 "$python" benchmarks/gpu_profile.py --output "$out/profile_one_queue.json"
 step "open: blocks beside a GEMM" 40 env LD_LIBRARY_PATH="$libraries" \
   "$kernels" beside "$out/blocks_beside_gemm.json"
-step "open: gate" 100 env JAX_PLATFORMS=cuda PROCESSES=1 SECTIONS=gate LIMIT=50 PYTHON="$python" \
+step "open: gate" 100 env JAX_PLATFORMS=cuda PROCESSES=1 SECTIONS=gate LIMIT=50 \
+  JAX_CP_DISPATCH_DEADLINE="$deadline" PYTHON="$python" \
   benchmarks/multi_gpu.sh --sizes quick --output "$out/gate.json"
 under_mps() {  # under_mps WHAT TEST: everything that XLA records into CUDA graphs is recorded
   step "open: recorded $1 of two processes under MPS" 60 env JAX_PLATFORMS=cuda \

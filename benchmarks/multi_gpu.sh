@@ -25,8 +25,10 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
 program=$here/multi_gpu.py
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-export JAX_CP_DISPATCH_DEADLINE=${JAX_CP_DISPATCH_DEADLINE:-300}  # a missing rank is named before a limit ends the step
-limit=${LIMIT:-1800} port=${PORT:-12355} hosts=${HOSTS:-1} host=${HOST:-0}
+limit=${LIMIT:-1800}
+# A missing rank is named before the limit, also at a first call, which has three deadlines.
+export JAX_CP_DISPATCH_DEADLINE=${JAX_CP_DISPATCH_DEADLINE:-$(((limit + 3) / 4))}
+port=${PORT:-12355} hosts=${HOSTS:-1} host=${HOST:-0}
 in_slurm=
 [ -z "${SLURM_STEP_NODELIST:-}" ] || [ "${SLURM_NTASKS:-1}" -le 1 ] || in_slurm=yes
 [ -n "$in_slurm" ] || unset SLURM_STEP_NODELIST  # by which JAX would find a job of Slurm

@@ -24,11 +24,14 @@ Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* ha
   Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
   void* memory = nullptr;
   if (status.ok()) status = ToStatus("allocating symmetric memory", cudaMalloc(&memory, bytes));
-  if (status.ok()) status = ToStatus("clearing symmetric memory", cudaMemset(memory, 0, bytes));
-  if (status.ok()) status = ToStatus("clearing symmetric memory", cudaDeviceSynchronize());
+  // Programs may be running: this waits neither for them nor for ranks for which they wait.
+  if (status.ok()) status = ClearOnDevice("initialize", static_cast<char*>(memory), bytes);
   cudaIpcMemHandle_t ipc;
   if (status.ok()) status = ToStatus("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&ipc, memory));
-  if (!status.ok()) return status;
+  if (!status.ok()) {
+    cudaFree(memory);
+    return status;
+  }
   handle->assign(reinterpret_cast<const char*>(&ipc), sizeof ipc);
   *address = reinterpret_cast<uint64_t>(memory);
   return status;

@@ -8,6 +8,7 @@
 // initialization. XLA does the same for programs with collectives of its own.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -44,43 +45,69 @@ class FirstMeeting {
   };
 
   // Returns when all local ranks of the group have arrived, in this execution or an earlier one;
-  // fails if they do not come by the deadline, or one of them cannot. After a missed deadline all
-  // later arrivals fail, also those of the late rank.
+  // fails if they do not come by the deadline, or one of them has refused the execution. After a
+  // missed deadline all later arrivals fail, also those of the late rank.
   Status Arrive(const Arrival& arrival) {
     const size_t num_local = arrival.NumLocal();
     if (num_local < 2) return Status::Ok();
-    std::unique_lock<std::mutex> lock(mutex_);
+    const auto deadline = std::min<std::chrono::milliseconds>(arrival.deadline, kLongest);
+    Executions& all = Executions::Get();
+    std::unique_lock<std::mutex> lock(all.mutex);
     Group& group = groups_[arrival.devices];
     if (group.is_open || !group.failure.ok()) return group.failure;
     group.arrived.insert(arrival.rank);
     if (group.arrived.size() == num_local) {
       group.is_open = true;
-      changed_.notify_all();
+      all.changed.notify_all();
     }
     const Status* refusal = nullptr;
     const auto is_over = [&] {
-      refusal = RefusalOf(arrival.run_id);
+      refusal = all.RefusalOf(arrival.run_id);
       return group.is_open || !group.failure.ok() || refusal != nullptr;
     };
-    if (!changed_.wait_for(lock, arrival.deadline, is_over)) {
-      group.failure = WhyLate(arrival, group.arrived);
-      changed_.notify_all();
+    if (!all.changed.wait_for(lock, deadline, is_over)) {
+      group.failure = WhyLate(arrival, deadline, group.arrived);
+      all.changed.notify_all();
     }
     if (group.is_open || !group.failure.ok()) return group.failure;
     group.arrived.erase(arrival.rank);  // a later execution may succeed
     return *refusal;
   }
 
-  // A GPU cannot execute the call in this execution: those that wait for it fail too.
-  void Refuse(int64_t run_id, const Status& why) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (refusals_.size() == kMostRefusals) refusals_.erase(refusals_.begin());
-    refusals_.emplace_back(run_id, why);
-    changed_.notify_all();
+  // A GPU cannot execute a call in this execution, so it comes to no later call either: those that
+  // wait for it at any call of the execution fail too.
+  static void Refuse(int64_t run_id, const Status& why) {
+    Executions& all = Executions::Get();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    if (all.refusals.size() == kMostRefusals) all.refusals.erase(all.refusals.begin());
+    all.refusals.emplace_back(run_id, why);
+    all.changed.notify_all();
   }
 
  private:
   static constexpr size_t kMostRefusals = 64;  // of executions whose GPUs may still arrive
+  // Ranks in other processes may compile or save for hours, but the GPUs of one process begin an
+  // execution together. One that has not come by then has failed outside this package, for example
+  // for want of memory, and XLA tells no other GPU.
+  static constexpr std::chrono::minutes kLongest{10};
+
+  // What all meetings of the process share.
+  struct Executions {
+    std::mutex mutex;  // protects the groups of all meetings too
+    std::condition_variable changed;
+    std::vector<std::pair<int64_t, Status>> refusals;  // by execution, the latest last
+
+    static Executions& Get() {
+      static auto* all = new Executions;  // never destroyed: threads of XLA may still wait
+      return *all;
+    }
+    const Status* RefusalOf(int64_t run_id) const {
+      for (const auto& [run, why] : refusals) {
+        if (run == run_id) return &why;
+      }
+      return nullptr;
+    }
+  };
 
   struct Group {
     std::set<int> arrived;
@@ -88,33 +115,24 @@ class FirstMeeting {
     Status failure;        // a missed deadline
   };
 
-  const Status* RefusalOf(int64_t run_id) const {
-    for (const auto& [run, why] : refusals_) {
-      if (run == run_id) return &why;
-    }
-    return nullptr;
-  }
-
-  static Status WhyLate(const Arrival& arrival, const std::set<int>& arrived) {
+  static Status WhyLate(const Arrival& arrival, std::chrono::milliseconds deadline,
+                        const std::set<int>& arrived) {
     std::vector<bool> has_come(arrival.devices.size());
     for (size_t rank = 0; rank < has_come.size(); ++rank) {
       has_come[rank] = !arrival.IsLocal(rank) || arrived.count(static_cast<int>(rank)) > 0;
     }
     return Status::Of(
         StatusCode::kDeadlineExceeded, arrival.op, ": rank ", arrival.rank, " waited ",
-        arrival.deadline.count(),
+        deadline.count(),
         " ms for the other GPUs of this process to begin the program: "
         "expected ",
         arrival.NumLocal(), " ranks, seen ", arrived.size(), ", missing ranks ",
         RankList(has_come, false),
-        ". Such a GPU still loads the program, or its thread runs another one. All GPUs of a group "
-        "must run the same programs in the same order; restart the program.");
+        ". Such a GPU has failed, still loads the program, or its thread runs another one. All "
+        "GPUs of a group must run the same programs in the same order; restart the program.");
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
   std::map<std::vector<int64_t>, Group> groups_;
-  std::vector<std::pair<int64_t, Status>> refusals_;  // by execution, the latest last
 };
 
 }  // namespace cpd

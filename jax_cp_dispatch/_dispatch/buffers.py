@@ -35,7 +35,8 @@ def create_dispatch_buffer(*, capacity: SupportsIndex, deadline: float | None = 
     Args:
       capacity: rows of the result of a call, on each rank, at least 1.
       deadline: seconds until the ranks that have arrived give up on the others; rounded to
-        milliseconds. None is 60, on GPUs 43200, or `JAX_CP_DISPATCH_DEADLINE`.
+        milliseconds. None is 60, on GPUs 43200 (600 in a job of one process), or
+        `JAX_CP_DISPATCH_DEADLINE`.
     Returns:
       The id, a positive int. It is never reused in this process, and is not valid in others.
     Raises:

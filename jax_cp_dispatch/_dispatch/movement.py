@@ -228,8 +228,8 @@ def dispatch(
         unplaced arguments).
       implementation: see `available_implementations`; None selects one.
       deadline: seconds until the ranks that have arrived give up on the others; None means that of
-        `buffer`, or 60, on GPUs 43200, or `JAX_CP_DISPATCH_DEADLINE`. No effect with
-        `implementation="xla"`.
+        `buffer`, or 60, on GPUs 43200 (600 in a job of one process), or
+        `JAX_CP_DISPATCH_DEADLINE`. No effect with `implementation="xla"`.
       num_comm_sm: multiprocessors of a GPU that the exchange may use, on this rank alone; ranks of
         one device share them, and each uses at least one. None means all if one device holds all
         ranks, otherwise 64. The result is the same. No effect on CPU, and with

@@ -99,13 +99,15 @@ class Communicator:
         }
 
 
-DEFAULT_DEADLINE, DEFAULT_DEADLINE_ON_GPUS = 60.0, 12 * 3600.0
+DEFAULT_DEADLINE, _OF_ONE_PROCESS_ON_GPUS, _OF_SEVERAL_ON_GPUS = 60.0, 600.0, 12 * 3600.0
 """Seconds that the ranks of one call wait for the last of them.
 
-On GPUs, a rank that comes later costs its channel, and its results are NaN. If a process ends, the
-heartbeat of `jax.distributed` ends the job within two minutes, so the deadline is for ranks that
-live: it outlasts a compilation, a checkpoint and a working day in a debugger. `WaitLog` says who is
-missing long before.
+On GPUs, a rank that comes later costs its channel, and its results are NaN. In a job of several
+processes, the heartbeat of `jax.distributed` ends the job within two minutes if one of them ends,
+so the deadline is for ranks that live: it outlasts a compilation, a checkpoint and a working day in
+a debugger. `WaitLog` says who is missing long before. One process has no heartbeat, and starts a
+program on all its GPUs at once: one that does not come has failed, and the process may be
+unable to end before the others give up.
 """
 
 _VARIABLE = "JAX_CP_DISPATCH_DEADLINE"
@@ -126,7 +128,10 @@ def deadline_ms(deadline: float | None, on_gpus: bool = False) -> int:
     """Returns a checked deadline in milliseconds; None is that of the environment or platform."""
     text = os.environ.get(_VARIABLE)
     if deadline is None and text is None:
-        deadline = DEFAULT_DEADLINE_ON_GPUS if on_gpus else DEFAULT_DEADLINE
+        deadline = DEFAULT_DEADLINE
+        if on_gpus:
+            is_alone = jax.process_count() == 1
+            deadline = _OF_ONE_PROCESS_ON_GPUS if is_alone else _OF_SEVERAL_ON_GPUS
     elif deadline is None:
         try:
             deadline = float(text or "")

@@ -444,7 +444,6 @@ def _host() -> str:
 # ---- The GPUs of a program's ranks: their numbers and memory, and the table for custom calls.
 
 _OP = "peer_access"
-_TIMEOUT = 600.0  # seconds until another process of the program lowers it too
 
 
 @functools.cache
@@ -525,10 +524,19 @@ def _reason(process: int, numbers: tuple[int, ...]) -> str:
     if process != jax.process_index():
         if process >= jax.process_count():
             return ""  # a program for another machine
+        start_watch()
+        seconds = deadline_ms(None, on_gpus=True) / 1000  # it may still compile other programs
+        first_calls[name] = process
         try:
-            return read_from(_OP, name, process, _TIMEOUT)
-        except RuntimeError as error:
-            return str(error)
+            return read_from(_OP, name, process, seconds)
+        except RuntimeError as error:  # not a reason for XLA: that process may choose otherwise
+            raise RuntimeError(
+                f"process {process} has not lowered this program within {seconds:g} s, so it is "
+                "unknown whether its GPUs reach each other's memory. Every process lowers the same "
+                "programs; check whether that one raised its own error."
+            ) from error
+        finally:
+            first_calls.pop(name, None)
     reason, ordinals = "", gpus_here()
     if numbers[-1] < len(ordinals):
         used = [ordinals[number] for number in numbers]

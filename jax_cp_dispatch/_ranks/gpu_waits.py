@@ -18,7 +18,7 @@ class WaitingCall(NamedTuple):
 
     Attributes:
       op: the function that was called, and its axis.
-      call: its number on its channel; 0 if the processes still agree on the channel.
+      call: its number on its channel; 0 if the processes still agree how it is made.
       ranks: of this process, that wait.
       missing: ranks that have not come to the call.
       processes: of the missing ranks.
@@ -93,11 +93,12 @@ class WaitLog:
 
 _FIRST_SECONDS, _EVERY_SECONDS = 60.0, 10.0
 _log = WaitLog()
-first_calls: dict[str, int] = {}  # the process for which the making of a channel waits, by name
+first_calls: dict[str, int] = {}
+"""The process for which the lowering of a program waits, or the making of a channel, by name."""
 
 
 def _found() -> list[tuple]:
-    first = "the first call of a program on a channel"
+    first = "the first call of a program"
     makes = [(name, first, -1, 0, (), (process,)) for name, process in first_calls.copy().items()]
     return makes + list(runtime.cuda.waiting_ranks() if runtime.cuda is not None else ())
 

@@ -44,7 +44,6 @@ class Implementation:
       is_collectives: whether XLA's collectives move the data; code that has such collectives of its
         own uses them instead of a dispatch.
       spans_processes: whether ranks of one group may be in several processes; None: in any number.
-      is_chosen: whether it may be chosen where the caller names none; if not, it has not yet run.
       why_unreached: from the devices of the ranks, in as many processes as it serves, why it does
         not reach all of them, or None.
       serves: what it serves, as text, if it is available.
@@ -59,7 +58,6 @@ class Implementation:
     platform: str | None
     spans_processes: bool | None
     is_collectives: bool = False
-    is_chosen: bool = True
     why_unreached: Callable[[Groups], str | None] = lambda groups: None
     serves: Callable[[], str]
     remedy: str
@@ -216,7 +214,6 @@ NCCL_WINDOW = Implementation(
     name="nccl_window",
     platform="cuda",
     spans_processes=None,
-    is_chosen=False,
     why_unreached=_why_no_window,
     serves=lambda: "exchanges between GPUs that NVLink connects; not yet run on a GPU",
     remedy="Pass another implementation, such as 'xla'.",
@@ -237,8 +234,8 @@ XLA = Implementation(
     rank_attributes=lambda *_: {},  # without a custom call
 )
 
-IMPLEMENTATIONS = {row.name: row for row in (*ON_CPU, *ON_GPU, NCCL_WINDOW, XLA)}
-"""By name, preferred ones first. The last one serves every program."""
+IMPLEMENTATIONS = {row.name: row for row in (*ON_CPU, *ON_GPU, XLA, NCCL_WINDOW)}
+"""By name, preferred ones first. XLA serves every program: behind it is what has not yet run."""
 
 
 def register_lowering(
@@ -269,7 +266,8 @@ class Availability(NamedTuple):
 def available_implementations() -> dict[str, Availability]:
     """Returns, by name (the values of `implementation=`), what is available; preferred ones first.
 
-    Call outside `jit`; with several processes, call after `initialize`. Starts the default backend.
+    Without `implementation=`, programs over all devices use the first one that is available. Call
+    outside `jit`; with several processes, call after `initialize`. Starts the default backend.
     """
     platforms = [program_platform()]
     reasons = {name: row.why_not(platforms, None) for name, row in IMPLEMENTATIONS.items()}
@@ -313,7 +311,7 @@ def choose_implementation(
             row.refuse(op, missing)
         return row
     rows = IMPLEMENTATIONS.values()
-    row = next(r for r in rows if r.is_chosen and r.why_not(platforms, groups) is None)
+    row = next(r for r in rows if r.why_not(platforms, groups) is None)
     if row is XLA:
         # The reason that says most is that of a transport for as many processes as a group has.
         rows = ON_GPU if set(platforms) == {"cuda"} else ON_CPU
@@ -335,5 +333,5 @@ def moves_beside_work(wanted: str | None) -> bool:
     if row is None:
         platforms = [program_platform()]
         rows = IMPLEMENTATIONS.values()
-        row = next(r for r in rows if r.is_chosen and r.why_not(platforms, None) is None)
+        row = next(r for r in rows if r.why_not(platforms, None) is None)
     return row in ON_GPU

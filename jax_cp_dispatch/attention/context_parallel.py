@@ -159,8 +159,8 @@ def context_parallel_attention(
       scale: factor on the logits; None is `1 / sqrt(H)`.
       logit_soft_cap: c > 0 replaces a scaled logit x with `c * tanh(x / c)`.
       implementation: of the exchanges; None selects one.
-      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 43200, or
-        `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
+      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 43200
+        (600 in a job of one process), or `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
       num_comm_sm: multiprocessors of a GPU that each exchange may use; see `dispatch`.
     Returns:
       The output, sharded as q, in q's dtype; zero for padding.

@@ -23,6 +23,7 @@ from on_mesh import AXIS, mesh_of, permuted_mesh
 import jax_cp_dispatch as cp
 from jax_cp_dispatch._dispatch import lowering  # inner: its limit is that of the kernels
 from jax_cp_dispatch._ranks import (
+    communicator,  # inner: the default of several processes
     gpu,  # inner: caches what the driver said
     implementations,  # inner: other platforms are pretended
     implementations as implementations_gpu,
@@ -103,8 +104,8 @@ def is_refused(why, *places, name="cuda_peer", **options):
 
 def test_available_implementations_have_names_and_reasons():
     found = cp.available_implementations()
-    gpus = ["cuda_peer", "nvshmem", "cuda_ipc", "nccl_window"]
-    assert list(found) == ["in_process", "shared_memory", *gpus, "xla"]
+    gpus = ["cuda_peer", "nvshmem", "cuda_ipc"]
+    assert list(found) == ["in_process", "shared_memory", *gpus, "xla", "nccl_window"]
     assert [name for name, one in found.items() if one.available] == ["in_process", "xla"]
     assert found["nvshmem"].reason == "the platform is 'cpu', but it serves NVIDIA GPUs"
     assert found["shared_memory"].reason == "there is one process"
@@ -278,10 +279,13 @@ def test_equal_calls_have_numbers_by_their_place_in_the_program():
     assert len(set(sites(split))) == 2
 
 
-def test_gpus_wait_twelve_hours_or_as_long_as_asked(monkeypatch):
-    """A rank that compiles, saves a checkpoint or is debugged does not cost the channel."""
+def test_processes_wait_twelve_hours_or_as_long_as_asked(monkeypatch):
+    """One that compiles, saves or is debugged costs no channel; GPUs of one process do neither."""
     lasting = lambda **options: re.findall(r"deadline_ms = (\d+)", lowered_on_ranks(**options))
-    assert lasting() == ["43200000"] and lasting(deadline=3.0) == ["3000"]
+    assert lasting() == ["600000"] and lasting(deadline=3.0) == ["3000"]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        assert communicator.deadline_ms(None, on_gpus=True) == 43_200_000
     monkeypatch.setenv("JAX_CP_DISPATCH_DEADLINE", "90")
     assert lasting() == ["90000"] and lasting(deadline=3.0) == ["3000"]
 
@@ -455,6 +459,21 @@ def test_gpus_without_peer_access_use_xla(cuda, monkeypatch):
     gpu._reason.cache_clear()
     assert CUDA_PEER.why_not(["cuda"], pairs_in(4)) is None
     gpu._reason.cache_clear()
+
+
+def test_a_process_that_lowers_nothing_is_an_error_and_not_a_reason_for_xla(cuda, monkeypatch):
+    """It may choose otherwise when it comes. The wait is as long as that of ranks, and readable."""
+
+    def read_from(op, name, process, seconds):
+        assert [call.processes for call in cp.gpu.waiting_calls()] == [(1,)]
+        raise RuntimeError(f"nothing within {seconds:g} s")
+
+    cuda.waiting_ranks = list
+    monkeypatch.setattr(gpu, "read_from", read_from)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="process 1 has not lowered this program within 43200 s"):
+        gpu._reason(1, (0, 1))
+    assert cp.gpu.waiting_calls() == []
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,13 @@ void AMissingRankIsNamed() {
   for (const Status& status : found) CHECK(status.message == found[0].message);
 }
 
-// A GPU that fails while it initializes fails this execution on all of them, not the next one.
+// A GPU that fails in any call fails this execution on all of them, not the next one.
 void ARefusalEndsTheExecution() {
   Program program{2, 2};
   std::thread waits([&] { CHECK(Contains(program.Execute(0, /*run_id=*/7), "no memory")); });
-  program.meeting.Refuse(7, Status::Internal("no memory"));
+  FirstMeeting::Refuse(7, Status::Internal("no memory"));
   waits.join();
+  CHECK(Contains(Program{2, 2}.Execute(0, 7), "no memory"));  // another call of the program
   CHECK(Contains(program.Execute(0, 7), "no memory"));
   std::thread next([&] { CHECK(program.Execute(0, 8).ok()); });
   CHECK(program.Execute(1, 8).ok());

@@ -82,7 +82,7 @@ struct StageOnDevice {
 
   // The status of this stage. If it failed, GPUs that wait for this one fail too.
   Status End(Status status) const {
-    if (!status.ok()) meeting->Refuse(run_id, status);
+    if (!status.ok()) FirstMeeting::Refuse(run_id, status);
     return status;
   }
 };
