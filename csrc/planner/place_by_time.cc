@@ -16,8 +16,10 @@ namespace {
 constexpr int64_t kRounds = 5;       // that bring the heads of a document in line with its tails
 constexpr int64_t kShareStep = 10;   // thousandths of the time that is left
 constexpr int64_t kWhole = 500;      // thousandths of a rank's time: documents below it stay whole
+constexpr int64_t kGroups = 16;      // of ranks; those of one get a whole document each
+constexpr int64_t kShare = 900;      // thousandths of the time left: of a cut document, at first
 constexpr int64_t kTargets = 6;      // steps of the search for the time of the slowest rank
-constexpr int64_t kLearned = 4;      // placements that learn from the one before
+constexpr int64_t kLearned = 5;      // placements that learn from the one before
 constexpr int64_t kBalances = 3;     // repairs of the best placement
 constexpr int64_t kNearMean = 1010;  // thousandths of the mean time that ranks may take
 
@@ -144,12 +146,14 @@ class DocumentCut {
     }
     const SumOfNeeds all(needs);
     std::vector<Links> links(parts.size());
+    const bool is_between = nodes.size() > 1;
     for (const auto& [node, members] : nodes) {
       for (size_t from : members) {
         int64_t sent = 0, held = 0;
         for (const Piece& piece : parts[from]) sent += all.Rows(piece), held += piece.num_tokens();
-        links[from].sent[1] += sent - held;
-        links[from].received[1] += needs[from].num_tokens() - held;
+        links[from].sent[is_between] += sent - held;
+        links[from].received[is_between] += needs[from].num_tokens() - held;
+        if (!is_between) continue;
         for (size_t to : members) {
           if (to == from) continue;
           int64_t rows = 0;
@@ -246,6 +250,8 @@ class Placer {
         ranks_(problem.num_ranks),
         room_(problem.num_ranks, problem.tokens_per_rank),
         time_(problem.num_ranks),
+        load_(problem.num_ranks),
+        left_(problem.num_ranks / size_, target * size_),
         links_(problem.num_ranks) {}
 
   // Cuts long documents. Returns whether all of them fit the target.
@@ -269,38 +275,32 @@ class Placer {
   // The mean time of ranks, with the exchange of what is placed.
   int64_t MeanTime() const {
     Wide sum = 0;
-    for (int32_t r = 0; r < problem_.num_ranks; ++r) sum += Load(r);
+    for (int64_t load : load_) sum += load;
     for (const Piece& item : whole_) sum += problem_.Work(item);
     return static_cast<int64_t>(sum / problem_.num_ranks);
   }
 
-  int64_t MostTime() const {
-    int64_t most = 0;
-    for (int32_t r = 0; r < problem_.num_ranks; ++r) most = std::max(most, Load(r));
-    return most;
-  }
+  int64_t MostTime() const { return *std::max_element(load_.begin(), load_.end()); }
 
   RankPieces Fill() {
     const int64_t mean = MeanTime();
     Wide rest = 0;
     int64_t rooms = std::accumulate(room_.begin(), room_.end(), int64_t{0});
     for (const Piece& item : whole_) rest += problem_.Work(item);
+    // Ranks that get one document each, in this order. Later documents are not longer: all fit.
+    std::vector<int32_t> next;
+    size_t num_given = 0;
     for (const Piece& item : whole_) {
-      // Whole to the rank whose time lacks most beside what its room needs of the rest.
-      const auto density = rest * 1024 / std::max<int64_t>(1, rooms);
-      int32_t best = -1;
-      Wide most = 0;
-      for (int32_t r = 0; r < problem_.num_ranks; ++r) {
-        if (room_[r] < item.num_tokens()) continue;
-        const Wide lacks = static_cast<Wide>(mean - Load(r)) * 1024 - density * room_[r];
-        if (best < 0 || lacks > most) best = r, most = lacks;
+      if (num_given == next.size()) {
+        next = NeediestRanks(mean, rest * 1024 / std::max<int64_t>(1, rooms), item.num_tokens());
+        num_given = 0;
       }
       rest -= problem_.Work(item);
-      if (best < 0) {
+      if (next.empty()) {
         gaps_.push_back(item);
         continue;
       }
-      Give(item, best);
+      Give(item, next[num_given++]);
       rooms -= item.num_tokens();
     }
     for (const Piece& item : gaps_) FillGaps(item);
@@ -330,13 +330,20 @@ class Placer {
   }
 
  private:
-  int64_t Load(int32_t rank) const { return time_[rank] + ExchangeTime(problem_, links_[rank]); }
-  int64_t Left(int32_t rank) const { return std::max<int64_t>(0, target_ - Load(rank)); }
+  int64_t Left(int32_t rank) const { return std::max<int64_t>(0, target_ - load_[rank]); }
+
+  // After a change of its time or links.
+  void Count(int32_t rank) {
+    left_[rank / size_] -= Left(rank);
+    load_[rank] = time_[rank] + ExchangeTime(problem_, links_[rank]);
+    left_[rank / size_] += Left(rank);
+  }
 
   void Give(const Piece& piece, int32_t rank) {
     ranks_[rank].push_back(piece);
     room_[rank] -= piece.num_tokens();
     time_[rank] += problem_.Time(piece, rank);
+    Count(rank);
   }
 
   void Give(const DocumentCut& cut, const std::vector<Budget>& budgets, const Parts& parts) {
@@ -350,7 +357,23 @@ class Placer {
         of_rank.sent[link] += links[i].sent[link];
         of_rank.received[link] += links[i].received[link];
       }
+      Count(budgets[i].rank);
     }
+  }
+
+  // Of the ranks with room for so many tokens, a few whose time lacks most beside what their room
+  // needs of the rest: `density` is that need, 1024 times that of a token.
+  std::vector<int32_t> NeediestRanks(int64_t mean, Wide density, int64_t num_tokens) const {
+    std::vector<int32_t> ranks;
+    std::vector<Wide> excess(problem_.num_ranks);
+    for (int32_t r = 0; r < problem_.num_ranks; ++r) {
+      if (room_[r] < num_tokens) continue;
+      ranks.push_back(r);
+      excess[r] = density * room_[r] - static_cast<Wide>(mean - load_[r]) * 1024;
+    }
+    KeepSmallest(&ranks, std::max<int64_t>(1, problem_.num_ranks / kGroups),
+                 [&](int32_t rank) { return excess[rank]; });
+    return ranks;
   }
 
   // The ranks [first, last), those with the most time left first.
@@ -372,18 +395,10 @@ class Placer {
     return budgets;
   }
 
-  int64_t TimeLeft(int32_t node) const {
-    int64_t left = 0;
-    for (int32_t i = 0; i < size_; ++i) left += Left(node * size_ + i);
-    return left;
-  }
-
   // As few ranks of the node with the most time left as its share of their time allows.
   bool CutInNode(const Piece& item) {
-    int32_t node = 0;
-    for (int32_t other = 1; other < problem_.num_ranks / size_; ++other) {
-      if (TimeLeft(other) > TimeLeft(node)) node = other;
-    }
+    const auto node =
+        static_cast<int32_t>(std::max_element(left_.begin(), left_.end()) - left_.begin());
     const std::vector<int32_t> ranks = ByTimeLeft(node * size_, (node + 1) * size_);
     const DocumentCut cut(problem_, item.document);
     const auto parts = [&](int64_t num, int64_t permille) {
@@ -411,7 +426,7 @@ class Placer {
     std::vector<int32_t> nodes(num_nodes), ranks;
     std::iota(nodes.begin(), nodes.end(), 0);
     std::stable_sort(nodes.begin(), nodes.end(),
-                     [&](int32_t a, int32_t b) { return TimeLeft(a) > TimeLeft(b); });
+                     [&](int32_t a, int32_t b) { return left_[a] > left_[b]; });
     for (int32_t node : nodes) {
       for (int32_t rank : ByTimeLeft(node * size_, (node + 1) * size_)) ranks.push_back(rank);
     }
@@ -461,7 +476,8 @@ class Placer {
   const int64_t target_;
   const int32_t size_;  // of a node
   RankPieces ranks_;
-  std::vector<int64_t> room_, time_;
+  std::vector<int64_t> room_, time_, load_;  // of each rank; the load has its exchange, too
+  std::vector<int64_t> left_;                // of each node: time until the target
   std::vector<Links> links_;
   std::vector<Piece> whole_, gaps_;
   std::vector<int32_t> cut_;
@@ -544,25 +560,23 @@ RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items
   Wide work = 0;
   for (const Piece& item : items) work += problem.Work(item);
   const auto mean = static_cast<int64_t>(work / problem.num_ranks);
-  for (int64_t share : {900, 950}) {
-    Shares shares(problem.lengths.size(), share);
-    int64_t low = mean, high = 4 * mean;
-    for (int64_t i = 0; i < kTargets; ++i) {
-      const int64_t middle = low + (high - low) / 3;
-      Placer placer(problem, shares, middle);
-      const bool fits =
-          placer.CutLong(items) && placer.MeanTime() <= middle && placer.MostTime() <= middle;
-      (fits ? high : low) = middle;
-    }
-    for (int64_t i = 0; i < kLearned; ++i) {
-      Placer placer(problem, shares, high);
-      const bool is_fit = placer.CutLong(items);
-      const int64_t time = placer.MeanTime();
-      RankPieces ranks = placer.Fill();
-      found.push_back({CostOf(problem, ranks), std::move(ranks)});
-      if (is_fit) placer.Learn(&shares);
-      high = is_fit ? time + time / 50 : high + high / 10;
-    }
+  Shares shares(problem.lengths.size(), kShare);
+  int64_t low = mean, high = 4 * mean;  // time of the slowest rank
+  for (int64_t i = 0; i < kTargets; ++i) {
+    const int64_t middle = low + (high - low) / 3;
+    Placer placer(problem, shares, middle);
+    const bool fits =
+        placer.CutLong(items) && placer.MeanTime() <= middle && placer.MostTime() <= middle;
+    (fits ? high : low) = middle;
+  }
+  for (int64_t i = 0; i < kLearned; ++i) {
+    Placer placer(problem, shares, high);
+    const bool is_fit = placer.CutLong(items);
+    const int64_t time = placer.MeanTime();
+    RankPieces ranks = placer.Fill();
+    found.push_back({CostOf(problem, ranks), std::move(ranks)});
+    if (is_fit) placer.Learn(&shares);
+    high = is_fit ? time + time / 50 : high + high / 10;
   }
   std::stable_sort(found.begin(), found.end(),
                    [](const Found& a, const Found& b) { return a.cost < b.cost; });

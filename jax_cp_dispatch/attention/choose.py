@@ -202,7 +202,7 @@ def default_hardware() -> Hardware:
 
 def _reason(best, seconds, predictions, with_backward, hardware: Hardware) -> str:
     passes = "forward and backward" if with_backward else "forward"
-    shares_cores = hardware.topology == "shared_memory"
+    shares_cores = hardware.has_shared_memory
     parts = []
     for name in sorted(seconds, key=seconds.__getitem__):
         prediction = predictions[name]

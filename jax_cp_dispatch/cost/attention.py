@@ -220,7 +220,7 @@ class Hardware:
           outside: receivers in other nodes.
           senders: ranks of its node that send to other nodes at the same time.
         """
-        if self.topology == "shared_memory" and inside + outside:
+        if self.has_shared_memory and inside + outside:
             num_bytes = num_ranks * (inside + outside) * message_bytes
             return self.link_latency + num_bytes / self.link_bandwidth
         seconds = 0.0
@@ -462,7 +462,7 @@ class Prediction:
       communication: Σ communication, hidden or not.
       exposed_communication: Σ max(0, communication - compute) = total - compute.
       imbalance: query-key pairs of the slowest ranks of all steps, divided by those of a rank if
-        the work were equal.
+        the work were equal. Less than 1 for a plan whose slowest rank exchanges more than others.
       bytes_per_rank: bytes that a rank sends, on average.
       bytes_between_nodes: those of them that go to other nodes.
     """
@@ -499,7 +499,7 @@ def step_cost(
     them.
     """
     n, hardware, seconds = of.workload.num_ranks, of.hardware, [0.0]
-    if n > 1 and sent.total and hardware.topology == "shared_memory":
+    if n > 1 and sent.total and hardware.has_shared_memory:
         num_bytes = sent.total + own_bytes
         seconds.append(hardware.exchange_seconds(num_bytes, num_ranks=n, inside=1))
     elif n > 1 and sent.total:
@@ -513,6 +513,16 @@ def step_cost(
     return StepCost(compute, max(seconds), sent.total, *sent[1:4])
 
 
+def waiting_share(num_kv_heads: int) -> float:
+    """Returns the share of an exchange that attention cannot hide, between GPUs.
+
+    Heads move in two parts, see `pipelined_over_heads`: the second comes while the first is
+    attended, and the first returns while the second is attended. So the part with fewer heads waits
+    before attention, or after it. A single head moves in one part, and all of it waits.
+    """
+    return num_kv_heads // 2 / num_kv_heads or 1.0
+
+
 def steps_around(
     of: Pass,
     compute: int | float,
@@ -522,10 +532,8 @@ def steps_around(
 ) -> list[StepCost]:
     """Returns the steps of attention between two exchanges: those alone are first and last.
 
-    Between GPUs, heads move in two parts, see `pipelined_over_heads`: the second half comes while
-    the first is attended, and the first returns while the second is attended. So attention hides at
-    most half of each exchange: of a placement, the step takes A + c - min(A, c) / 2 seconds.
-    Latent rows and a single KV head move in one part.
+    Exchanges overlap with attention as `waiting_share` says; latent rows move in one part. With an
+    even number of heads, attention of A seconds and an exchange of c take A + c - min(A, c) / 2.
 
     Args:
       compute: seconds of all of attention.
@@ -539,11 +547,9 @@ def steps_around(
         traffic, own = what
         return step_cost(of, seconds, traffic.times(share), receivers, share * own)
 
-    workload, heads = of.workload, of.workload.num_kv_heads
-    if of.hardware.topology == "shared_memory" or heads < 2 or workload.latent_size is not None:
+    least = waiting_share(of.workload.num_kv_heads)
+    if of.hardware.has_shared_memory or least == 1 or of.workload.latent_size is not None:
         return [exchange(before), StepCost(compute, 0.0, 0.0), exchange(after)]
-    # The part with fewer heads comes first in the forward pass, and last in the backward pass.
-    least = heads // 2 / heads
     first, second = (1 - least, least) if of.backward else (least, 1 - least)
     return [
         exchange(before, first),
@@ -580,7 +586,7 @@ def attention_seconds(
     sizes = {"num_heads": workload.num_heads, "head_size": workload.head_size}
     rate = hardware.attention_rate(is_planned=is_planned)
     seconds = num_pairs * (attention_flops(1, **sizes, backward=backward) / rate)
-    if hardware.topology == "shared_memory":
+    if hardware.has_shared_memory:
         num_bytes = (4 if backward else 2) * workload.q_bytes(q_rows) + workload.kv_bytes(kv_rows)
         if backward:
             num_bytes += workload.kv_bytes(kv_rows, itemsize=4)

@@ -132,7 +132,7 @@ def rank_pairs(
 def equal_pairs(workload: Workload, hardware: Hardware) -> float:
     """Returns the pairs that decide the time of one computation, if all ranks do equal work."""
     of_ranks = pairs_of_ranks(workload)
-    return of_ranks.sum() if hardware.topology == "shared_memory" else of_ranks.mean()
+    return of_ranks.sum() if hardware.has_shared_memory else of_ranks.mean()
 
 
 def decisive_pairs(work: Float64[np.ndarray, " num_ranks"], hardware: Hardware) -> float:
@@ -140,7 +140,7 @@ def decisive_pairs(work: Float64[np.ndarray, " num_ranks"], hardware: Hardware) 
 
     These are the pairs of the slowest rank. If ranks share cores, all cores count, also idle ones.
     """
-    if hardware.topology != "shared_memory":
+    if not hardware.has_shared_memory:
         return work.max()
     # Ranks share the cores evenly. When fewer ranks than cores are left, some cores are idle.
     left = np.maximum(np.arange(len(work), 0, -1), hardware.cores)
@@ -224,22 +224,32 @@ def planned_steps(of: Pass) -> list[StepCost]:
     and the busiest rank exchanges longest. A plan that moves no queries has one exchange: before
     attention in the forward pass, else after it.
     """
+    return _slowest(of)[0]
+
+
+def planned_pairs(of: Pass) -> float:
+    """Returns the pairs of the slowest rank of a plan, see `planned_steps`."""
+    return _slowest(of)[1]
+
+
+def _slowest(of: Pass) -> tuple[list[StepCost], float]:
     workload, hardware, backward, moves = of
     n, own = workload.num_ranks, workload.rows_per_rank
     queries, keys = (spread(rows, n, hardware) for rows in (moves.queries, moves.keys))
     is_known = moves.pairs is not None and keys.of_ranks is not None
-    shares_cores = hardware.topology == "shared_memory"
-    pairs = moves.pairs if is_known and not shares_cores else equal_pairs(workload, hardware)
+    shares_cores = hardware.has_shared_memory
+    known = moves.pairs if is_known and not shares_cores else equal_pairs(workload, hardware)
+    pairs = np.asarray(known, float)
     computes = attention_seconds(
         of,
-        np.asarray(pairs, float),
+        pairs,
         q_rows=float(queries.capacity or own),
         kv_rows=float(keys.capacity or own + keys.total),
         is_planned=True,
     )
     own_before = own_after = 0.0
     kv_size = 4 if backward else None  # gradients return in float32
-    if hardware.topology == "shared_memory":  # rows that stay are copied, too; all keys stay
+    if hardware.has_shared_memory:  # rows that stay are copied, too; all keys stay
         q = workload.q_bytes(max(0.0, own - queries.total)) if queries.total else 0.0
         kv = workload.kv_bytes(own, itemsize=kv_size)
         own_before, own_after = (q, q + kv) if backward else (q + kv, q)
@@ -254,8 +264,8 @@ def planned_steps(of: Pass) -> list[StepCost]:
         exchanges = (of_rank(before), own_before), (of_rank(after), own_after)
         return steps_around(of, float(compute), *exchanges, others)
 
-    if np.ndim(computes) == 0:
-        steps = steps_of(computes)
+    if pairs.ndim == 0:
+        steps, decisive = steps_of(computes), pairs
     else:
         alone = lambda rank: lambda traffic: traffic.of_rank(rank)._replace(of_ranks=None)
         of_ranks = [steps_of(x, alone(rank)) for rank, x in enumerate(computes)]
@@ -265,7 +275,8 @@ def planned_steps(of: Pass) -> list[StepCost]:
             step._replace(communication=x.communication)
             for step, x in zip(steps_of(computes[slowest]), of_ranks[slowest], strict=True)
         ]
-    return steps[not before.total : len(steps) - (not after.total)]
+        decisive = pairs[slowest]
+    return steps[not before.total : len(steps) - (not after.total)], float(decisive)
 
 
 def estimated_moves(workload: Workload) -> Moves:

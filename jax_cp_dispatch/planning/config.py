@@ -7,6 +7,7 @@ import math
 
 from jax_cp_dispatch._arguments import check_positive, check_rows
 from jax_cp_dispatch.cost import HARDWARE, Hardware, attention_flops
+from jax_cp_dispatch.cost.attention import waiting_share
 
 # In the order of `Plan.largest_needs`: of a plan that moves queries, and of a placement.
 CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
@@ -15,6 +16,7 @@ PLACED_CAPACITIES = (
     *("max_cut_pieces", "max_linked_pieces"),
 )
 ALL_CAPACITIES = tuple(dict.fromkeys(CAPACITIES + PLACED_CAPACITIES))
+_MOST_ROW_TIME = 2**30  # so that the planner's sums keep 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class PlanConfig:
         forward pass.
       hardware: an entry of `cost.HARDWARE`, or its name. Plans made outside `jit` then minimize the
         time of the slowest rank: its work, at the rate of attention, and what it sends or receives,
-        whichever takes longer, at the rate of each link; of that, attention hides half if keys have
+        at the rate of each link, whichever takes longer; of that, attention hides half if keys have
         several heads. Nodes are those of `ranks_per_node`, or of the hardware. Within
         `balance_tolerance` of the mean work, fewer moved bytes are preferred. With `block`, only
         balanced placements are compared. Where ranks share memory, as on "cpu", it has no effect.
@@ -140,8 +142,9 @@ class PlanConfig:
     def row_times(self, num_rows: int, num_ranks: int) -> tuple[int, int]:
         """Returns the time of rows of one head that move, as query-key pairs that take as long.
 
-        Inside a node, and between nodes; 0 if links cost no time. Rows have elements of 16 bits;
-        the size of a head cancels.
+        Inside a node, and between nodes; 0 if links cost no time. What attention hides of an
+        exchange that takes no longer than itself does not count. Rows have elements of 16 bits; the
+        size of a head cancels.
         """
         hardware, size = self.hardware, self.node_size(num_ranks)
         if size is None or not isinstance(hardware, Hardware) or hardware.has_shared_memory:
@@ -150,13 +153,13 @@ class PlanConfig:
         sizes = {"num_heads": self.num_heads, "head_size": 1}
         flops = sum(attention_flops(1, **sizes, backward=x) for x in passes)
         pairs = 2 * num_rows * hardware.attention_rate(is_planned=True) / flops  # in a second
-        if self.num_kv_heads > 1:  # heads move in two parts, and attention hides half of it
-            pairs /= 2
+        pairs *= waiting_share(self.num_kv_heads)
         links = max(size - 1, 1) if hardware.topology == "full_mesh" else 1
-        inside = round(pairs / (links * hardware.link_bandwidth))
+        inside = round(min(pairs / (links * hardware.link_bandwidth), _MOST_ROW_TIME))
         if size == num_ranks:
             return inside, 0
-        between = round(pairs / (hardware.rail_bandwidth * min(1, hardware.rails / size)))
+        rail = hardware.rail_bandwidth * min(1, hardware.rails / size)
+        between = round(min(pairs / rail, _MOST_ROW_TIME))
         return (inside if size > 1 else between), between
 
     def fits(self, needs: PlanConfig) -> bool:

@@ -279,7 +279,7 @@ def _print_comparison(
         f"One layer, {passes}: predicted, not measured. Times of zigzag and hamilton include the "
         "rearrangement of contiguous tokens. Waiting is the part of exchanges that is not hidden. "
         "Work: query-key pairs of the slowest ranks of all steps, divided by those of equal work. "
-        "Bytes that a rank sends: the mean, and those of the busiest rank, which decides the time."
+        "Bytes that a rank sends: the mean, and those of the busiest rank."
     )
     print(table(("  algorithm", *times, *moved), rows), paragraph(caption), sep="\n")
     print(f"\n{paragraph('Choice: ' + choice.reason)}")

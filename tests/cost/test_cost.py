@@ -269,6 +269,14 @@ def test_rows_by_link():
         cost.rows_by_link(SENT, ranks_per_node=3)
 
 
+def test_the_slowest_rank_of_a_plan_decides():
+    """Rank 2 has 8 of 36 pairs and sends 9 rows of 2 bytes on 3 links; others end before it."""
+    workload, pairs = of(TINY, num_ranks=4), np.array([11, 10, 8, 7])
+    moves = cost.Moves(0, cost.rows_by_link(SENT), pairs)
+    found = Placed().predict(workload, hardware=SLOW, moves=moves)
+    assert (found.compute, found.communication, found.imbalance) == (8, 1 + 2 * 9 / 3, 8 / 9)
+
+
 # One pair takes one second; links move one byte per second, NICs half a byte.
 PAIRS = of(SLOW, link_latency=0.0, topology="nvswitch", ranks_per_node=2)
 PAIRS = of(PAIRS, rails=2, rail_bandwidth=0.5)

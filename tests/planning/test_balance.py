@@ -327,7 +327,7 @@ def times_of_placement(placement, lengths, ranks):
     return forward_times(*rows_and_pairs(lengths, rank_of_token, ranks))
 
 
-# The slowest rank of the default's placement takes 3.2, 1.34 and 1.05 times as long.
+# Counted: the slowest rank of the default's placement takes 3.24, 1.32 and 1.05 times as long.
 FACTORS = [("prolong", 128, 3), ("wlbllm", 128, 1.3), ("prolong", 32, 1.01)]
 
 
@@ -344,8 +344,8 @@ def test_the_slowest_rank_of_a_placement_ends_earlier(name, ranks, factor):
     default, by_time = times
     assert factor * by_time.max() < default.max()
     # Plans count on half of an exchange being hidden. Where it takes longer than attention, as in
-    # the first of these batches, less is: 1.21.
-    assert by_time.max() < 1.25 * by_time.mean()
+    # the first of these batches, less is: 1.18.
+    assert by_time.max() < 1.2 * by_time.mean()
     again = place_tokens(lengths, world_size=ranks, config=config)
     assert np.array_equal(again.permutation, placement.permutation)
 
@@ -361,7 +361,7 @@ def test_the_slowest_rank_of_a_plan_that_moves_queries_ends_earlier():
         _, of_queries = forward_times(queries, plan.pairs)
         # A query and its output have four times the heads of a key and its value.
         slowest.append((work + of_keys + 4 * of_queries).max())
-    assert 1.5 * slowest[1] < slowest[0]
+    assert 3 * slowest[1] < slowest[0]  # counted: 3.28
 
 
 @of_both_kinds

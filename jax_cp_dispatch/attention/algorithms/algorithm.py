@@ -21,7 +21,7 @@ from jax_cp_dispatch.attention.operands import (
 )
 from jax_cp_dispatch.cost import Hardware, Moves, Prediction, StepCost, Workload
 from jax_cp_dispatch.cost.attention import Pass
-from jax_cp_dispatch.cost.pairs import equal_pairs
+from jax_cp_dispatch.cost.pairs import equal_pairs, planned_pairs
 from jax_cp_dispatch.documents.documents import Documents
 from jax_cp_dispatch.masks.mask import PACKED, PLACED
 from jax_cp_dispatch.planning import Plan
@@ -160,7 +160,7 @@ class Algorithm(abc.ABC):
             for step in self.step_costs(workload, hardware=hardware, backward=backward, moves=moves)
         ]
         equal = float(equal_pairs(workload, hardware))
-        slowest = float(np.sum(self._pairs(Pass(workload, hardware))))
+        slowest = float(np.sum(self._pairs(Pass(workload, hardware, moves=moves))))
         imbalance = slowest / equal if equal else 1.0
         total = sum(max(x.compute, x.communication) for x in steps)
         compute, communication, sent, between = map(sum, zip(*(x[:4] for x in steps), strict=True))
@@ -190,7 +190,7 @@ class Algorithm(abc.ABC):
             workload, or needs `moves`.
         """
         steps = self._steps(Pass(workload, hardware, backward, moves))
-        if hardware.topology != "shared_memory":
+        if not hardware.has_shared_memory:
             return steps
         alone = [(StepCost(x.compute, 0.0, 0.0), x._replace(compute=0.0)) for x in steps]
         return [step for pair in alone for step in pair]
@@ -200,8 +200,8 @@ class Algorithm(abc.ABC):
         """Predicts its steps; in each, computation and communication overlap."""
 
     def _pairs(self, of: Pass) -> Any:
-        """Returns the pairs that decide the time of each computation: equal work, in one."""
-        return equal_pairs(of.workload, of.hardware)
+        """Returns the pairs that decide the time of each computation: of a plan, or equal work."""
+        return equal_pairs(of.workload, of.hardware) if of.moves is None else planned_pairs(of)
 
     def rearrangement_seconds(
         self, workload: Workload, hardware: Hardware, *, layout: str, with_backward: bool
