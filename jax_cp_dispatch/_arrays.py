@@ -32,6 +32,12 @@ def chosen(
     return lax.select(lax.broadcast_in_dim(mask, x.shape, axes, out_sharding=sharding), x, other)
 
 
+def in_chunks(x: Shaped[Array, "n ..."], size: int) -> Shaped[Array, "chunks size ..."]:
+    """Returns rows in chunks, with rows of zeros after the last one."""
+    x = jnp.pad(x, ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1)))
+    return x.reshape(-1, size, *x.shape[1:])
+
+
 class At(NamedTuple):
     """Places in arrays: their indices in some axes, which are in bounds."""
 

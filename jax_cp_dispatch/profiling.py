@@ -55,6 +55,7 @@ from jax_cp_dispatch.documents.documents import (
 from jax_cp_dispatch.documents.table import Row, document_table
 from jax_cp_dispatch.masks import Mask
 from jax_cp_dispatch.masks.read import read_mask_on_host
+from jax_cp_dispatch.masks.selected import refuse_picks
 from jax_cp_dispatch.planning import Plan
 
 __all__ = [
@@ -397,6 +398,7 @@ def hamilton_attention_profile(
         )
     num_ranks, algorithm = mesh.shape[axis_name], Hamilton(nodes, cycles, maps)
     algorithm.schedule(op, num_ranks)  # raises before the arrays are read
+    refuse_picks(op, mask)
     given = read_given(op, documents, segment_ids, positions, mask, follows_plan=False)
     check_softmax(op, scale, logit_soft_cap)
     call = Call(options, (num_ranks,), q.shape[2], given.order, scale, logit_soft_cap)
@@ -612,6 +614,7 @@ def balance_profile(
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     check_positive(_OP, repeats=repeats, **sizes)
     table = document_table(_OP, world_size=world_size, lengths=lengths, columns=columns)
+    refuse_picks(_OP, mask)
     mask = read_mask_on_host(_OP, mask, (table.batch, table.columns))
     rows = table.batch, table.columns // world_size
     heads = num_heads, num_kv_heads, num_kv_heads

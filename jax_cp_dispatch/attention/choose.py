@@ -31,6 +31,7 @@ from jax_cp_dispatch.documents.table import document_lengths
 from jax_cp_dispatch.global_call import MeshAxes, kv_copies
 from jax_cp_dispatch.masks import Mask, StaticMask
 from jax_cp_dispatch.masks.read import read_mask_on_host
+from jax_cp_dispatch.masks.selected import refuse_picks
 from jax_cp_dispatch.planning import PlanConfig
 from jax_cp_dispatch.planning.request import DoesNotFitError
 
@@ -112,6 +113,7 @@ def choose_algorithm(
     check_positive(op, num_ranks=num_ranks, **sizes, itemsize=itemsize)
     check_layout(op, layout)
     rows = _length_rows(op, lengths)
+    refuse_picks(op, mask)
     mask = read_mask_on_host(op, mask, (len(rows or [0]), num_ranks * tokens_per_rank))
     hardware = default_hardware() if hardware is None else hardware
     check_type(

@@ -116,8 +116,8 @@ def context_parallel_attention(
       mask: which keys of its document a token sees: "causal", "full", or an object of
         `jax_cp_dispatch.masks`, for example `SlidingWindow(1024)`. None is causal, or the plan's.
         `Selected(picks, ...)`: the keys that each query has picked. It needs "placed", "balanced",
-        "halo", or "auto"; plans are those of the mask within which the picks were made. Picks of
-        other tokens are an error in the step, on all ranks.
+        "halo", or "auto"; plans are those of the mask within which the picks were made. Picks that
+        cannot be of these tokens are an error in the step, on all ranks.
       documents: what the tokens are, their order, and their plans; q, k and v are in this order. If
         the batch is sharded over D groups, plans are `stack_plans` of D plans, one for the rows of
         each. Documents or a mask in another order, and a plan of another batch, are errors: while
@@ -210,7 +210,7 @@ def context_parallel_attention(
         expansion=expansion,
     )
     if isinstance(mask, Selected):
-        call = dataclasses.replace(call, needs_all_keys=True, pick_block=mask.block)
+        call = dataclasses.replace(call, pick_block=mask.block)
     out, lse, max_logits = run_call(chosen, call, operands, given, axes)
     asked = [lse] if return_lse else []
     asked += [max_logits] if return_max_logits else []

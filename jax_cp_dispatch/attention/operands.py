@@ -377,8 +377,6 @@ class Call:
       scale, logit_soft_cap, return_lse, return_max_logits: see
         `context_parallel_attention`.
       expansion: of latent rows, or None.
-      needs_all_keys: whether a rank needs all keys of its queries at once, with their places in
-        documents.
       pick_block: tokens of each key that a query has picked; 0: queries see all keys of the mask.
       local: what a rank computes of its queries and all their keys; None: attention.
       checks_order: whether ranks check that documents are in the order of the layout; not if that
@@ -394,7 +392,6 @@ class Call:
     return_lse: bool = False
     return_max_logits: bool = False
     expansion: Expansion | None = None
-    needs_all_keys: bool = False
     pick_block: int = 0
     local: LocalWork | None = None
     checks_order: bool = True
@@ -402,6 +399,11 @@ class Call:
     @property
     def op(self) -> str:
         return self.exchange.op
+
+    @property
+    def needs_all_keys(self) -> bool:
+        """Whether a rank needs all keys of its queries at once, and their places in documents."""
+        return self.pick_block > 0 or self.local is not None
 
     @property
     def num_ranks(self) -> int:

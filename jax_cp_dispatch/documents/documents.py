@@ -27,7 +27,7 @@ from jax_cp_dispatch.documents.segment_ids import (
     starts_in_order,
 )
 from jax_cp_dispatch.documents.table import DocumentTable, list_documents
-from jax_cp_dispatch.masks import ArrayMask, Mask, MaskRanges, Selected
+from jax_cp_dispatch.masks import ArrayMask, Mask, MaskRanges
 from jax_cp_dispatch.masks.mask import (
     PACKED,
     PLACED,
@@ -37,6 +37,7 @@ from jax_cp_dispatch.masks.mask import (
     zigzag_order,
 )
 from jax_cp_dispatch.masks.read import check_mask_arrays, check_mask_order, read_mask
+from jax_cp_dispatch.masks.selected import refuse_picks
 
 _OP = "Documents"
 
@@ -101,11 +102,7 @@ class Documents:
                 "those counted from these segment_ids. Pass counted=False with positions of your "
                 "own, or positions=None to count them again."
             )
-        if isinstance(self.mask, Selected):
-            raise TypeError(
-                f"{_OP}: mask is {self.mask}, whose picks are those of one layer. Pass it as mask= "
-                "of each call, and here the mask within which they were made."
-            )
+        refuse_picks(_OP, self.mask)
         mask = self.mask if self.mask is None else read_mask(_OP, self.mask)
         if mask is not None:
             check_mask_arrays(_OP, mask, segment_ids.shape)

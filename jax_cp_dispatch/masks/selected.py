@@ -32,9 +32,9 @@ class Selected(ArrayMask):
 
         visible(q, k) = visible_within(q, k) and k // block in picks[q]
 
-    k counts in the document. `select_keys` makes the picks, or a rollout has recorded them. Plans,
-    placements and predictions read only the mask within which they were made; attention checks the
-    picks in the step: those of other tokens are an error on all ranks, as are plans of them.
+    k counts in the document. `select_keys` makes the picks, or a rollout has recorded them. Plans
+    and placements read only the mask within which they were made; attention checks the picks in the
+    step: those that cannot be of these tokens are an error on all ranks.
 
     Attributes:
       picks: int32 `[B, T, k]`, or `[B, T, G, k]` for G groups of heads: 1, all KV heads or all
@@ -46,8 +46,8 @@ class Selected(ArrayMask):
         documents: `documents.order`. Recorded ones in packed order, the default, go through
         `Documents.apply` or `Placement.apply`.
     Raises:
-      TypeError, ValueError: picks are not integers of these dimensions, the block is below 1, or
-        the mask has arrays or first tokens.
+      TypeError, ValueError: picks are not integers of these dimensions, k is 0, the block is below
+        1, or the mask has arrays, first tokens or picks.
     """
 
     picks: Int32[Array | np.ndarray, "B T *G k"]
@@ -65,6 +65,9 @@ class Selected(ArrayMask):
     ) -> None:
         check_annotated(_OP, type(self).__init__, {"picks": picks}, {"picks": _STEP})
         check_token_count(self, "block", block, minimum=1)
+        if picks.shape[-1] == 0:
+            raise ValueError(f"{_OP}: picks have shape {list(picks.shape)}, without picks. {_STEP}")
+        refuse_picks(_OP, within)
         object.__setattr__(self, "within", read_mask_of_numbers(_OP, within))
         object.__setattr__(self, "order", order)
         self._store(picks=picks)
@@ -90,3 +93,12 @@ class Selected(ArrayMask):
     def simplified(self) -> Mask:
         """Returns the mask within which the picks were made, which alone says what moves."""
         return self.within
+
+
+def refuse_picks(op: str, mask: Any) -> None:
+    """Refuses picks where only the mask within which they were made would count."""
+    if isinstance(mask, Selected):
+        raise TypeError(
+            f"{op}: mask is {mask}, but only attention and index_loss read picks. Pass it as mask= "
+            "of their calls, and here the mask within which the picks were made."
+        )

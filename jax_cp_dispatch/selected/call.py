@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence as Names
 from typing import Any, Required, TypedDict
 
@@ -102,6 +101,5 @@ def run_index(
     check_documents(op, documents.segment_ids, documents.positions, shape, "the index has B, T =")
     sizes = tuple(axes.mesh.shape[name] for name in axes.ranks)
     num_groups = first.shape[2] // axes.num_devices(axes.heads)
-    call = Call(exchange, sizes, num_groups, documents.order, expansion=expansion)
-    call = dataclasses.replace(call, needs_all_keys=True, local=local)
+    call = Call(exchange, sizes, num_groups, documents.order, expansion=expansion, local=local)
     return run_call(chosen, call, operands, documents, axes).out

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jax_cp_dispatch._arguments import HostOrDevice
-from jax_cp_dispatch._arrays import are_covered, sum_dtype
+from jax_cp_dispatch._arrays import are_covered, in_chunks, sum_dtype
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import named_context
@@ -52,7 +52,7 @@ from jax_cp_dispatch.attention.operands import (
 from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
 from jax_cp_dispatch.masks import Selected
 from jax_cp_dispatch.selected.call import IndexOptions, read_index, run_index
-from jax_cp_dispatch.selected.pick import TILE, head_scores, weighted
+from jax_cp_dispatch.selected.pick import TILE, head_scores, weighted, without_negative
 
 _OP = "index_loss"
 # Elements of the logits of a chunk and a tile, and of the rows that a chunk gathers.
@@ -302,7 +302,7 @@ def _tile(task: _Loss, chunk: _Chunk, keys: _Keys, number: Any) -> tuple[_Tile, 
         is_seen = (row >= chunk.rows.start[:, None]) & (row < chunk.rows.end[:, None])
     k_index, k = k_index.astype(dtype), k.astype(dtype)
     products = head_scores(chunk.q_index, k_index, relu=False, per_query=is_picked)
-    cut = jnp.maximum(products, 0) if task.relu else products
+    cut = without_negative(products) if task.relu else products
     scores = jnp.where(is_seen, weighted(cut, chunk.weights), -jnp.inf)
     (C, heads, H), num_kv = chunk.q.shape, k.shape[-2]
     scale = H**-0.5 if task.scale is None else task.scale
@@ -372,7 +372,7 @@ def _gradients_of_chunk(task: _Loss, keys: _Keys, dk: Array, of_chunk: Any) -> t
         tile, k_index, place = _tile(task, chunk, keys, i)
         p = jnp.sum(jnp.exp(tile.logits - lse[..., None]), axis=1)
         dscores = dloss[:, None] * (jnp.exp(tile.scores - of_scores[:, None]) - p)
-        cut = jnp.maximum(tile.products, 0) if task.relu else tile.products
+        cut = without_negative(tile.products) if task.relu else tile.products
         product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
         of_products = jnp.broadcast_to(dscores[:, None], cut.shape)
         if dweights is not None:
@@ -422,8 +422,7 @@ def _groups(task: _Loss, rows: _Rows) -> tuple[_Groups, Callable[[Array], Array]
 
     def cut(x):
         x = jnp.moveaxis(jnp.broadcast_to(x, (R, G, *x.shape[2:])), 1, 0)
-        x = jnp.pad(x, ((0, 0), (0, -R % size), *((0, 0),) * (x.ndim - 2)))
-        return x.reshape(G, -1, size, *x.shape[2:])
+        return jax.vmap(lambda x: in_chunks(x, size))(x)
 
     q = rows.q.reshape(R, G, heads, H).astype(dtype)
     q_index, weights = jax.tree.map(lambda x: x.astype(dtype), (q_index, weights))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jax_cp_dispatch._arrays import running_max, running_sum, sum_dtype
+from jax_cp_dispatch._arrays import in_chunks, running_max, running_sum, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.attention.local.passes import local_pass
 from jax_cp_dispatch.attention.local.picked import DocumentRows
@@ -71,7 +71,12 @@ def head_scores(q, k, *, relu: bool, per_query: bool = False):
         rows = q.reshape(C * J, d)
         products = lax.dot_general(rows, k, (((1,), (1,)), ((), ())), precision=highest)
         products = products.reshape(C, J, -1)
-    return jnp.maximum(products, 0) if relu else products
+    return without_negative(products) if relu else products
+
+
+def without_negative(x):
+    """Returns max(x, 0), and NaN for NaN, which XLA's maximum on CPUs may drop."""
+    return jnp.where(x <= 0, 0, x)
 
 
 def weighted(products, weights):
@@ -113,10 +118,6 @@ def _of_group(options: PickOptions, index: Index, rows: DocumentRows) -> Int32[A
     k = jnp.pad(index.k, ((0, most * TILE - index.k.shape[0]), (0, 0)))
     widths = [2**i for i in range((most - 1).bit_length())] + [most]  # in tiles
 
-    def chunked(x):
-        x = jnp.pad(x, ((0, -len(x) % CHUNK), *((0, 0),) * (x.ndim - 1)))
-        return x.reshape(-1, CHUNK, *x.shape[1:])
-
     def of_chunk(operands):
         q, weights, rows = operands
         used = rows.start < rows.end
@@ -129,7 +130,7 @@ def _of_group(options: PickOptions, index: Index, rows: DocumentRows) -> Int32[A
         ]
         return lax.switch(jnp.minimum(number, len(widths) - 1), of_width, low)
 
-    given = jax.tree.map(chunked, (index.q, index.weights, rows))
+    given = jax.tree.map(lambda x: in_chunks(x, CHUNK), (index.q, index.weights, rows))
     return lax.map(of_chunk, given).reshape(-1, options.num_keys)
 
 
@@ -171,7 +172,8 @@ def _of_chunk(
         size = jnp.minimum(column + block, end[:, None]) - jnp.maximum(column, start[:, None])
         is_seen, first = size > 0, (phase - block - origin) // block
         place = position // block
-        scores = jnp.max(blocks, axis=2)
+        # NaN for a block that has one; XLA's maximum on CPUs may drop it.
+        scores = jnp.where(jnp.isnan(blocks).any(axis=2), jnp.nan, jnp.max(blocks, axis=2))
         if options.pool == "mean":
             scores = _sum_of_halves(blocks) / jnp.maximum(size, 1).astype(blocks.dtype)
     keys = jnp.where(is_seen, _in_order(scores), 0)

@@ -16,6 +16,7 @@ from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.algorithms.exchange_once import Gathered, Movement
 from jax_cp_dispatch.attention.operands import LocalWork, Operands, Outputs
 from jax_cp_dispatch.documents.segment_ids import STEPS_OF_DOCUMENTS
+from jax_cp_dispatch.masks.selected import refuse_picks
 from jax_cp_dispatch.selected.call import IndexOptions, read_index, run_index
 from jax_cp_dispatch.selected.pick import PickOptions, pick_keys
 
@@ -41,10 +42,10 @@ def select_keys(
         score(t, s) = sum_j weights[t, j] * relu(q_index[t, j] . k_index[s])
 
     Of the keys that the mask shows, a query picks the `num_keys` with the highest scores; fewer if
-    fewer are visible. Among equal scores the lowest positions are picked; NaN is below all others.
-    Scores are computed in float32, or float64; the arrays are projected, rotated and normed by the
-    caller. Picks are the same bits on any number of ranks, and in packed, zigzag and placed order.
-    Memory grows with the tokens.
+    fewer are visible. Among equal scores the lowest positions are picked; NaN is below all others,
+    also as the score of a block with a key of NaN. Scores are computed in float32, or float64; the
+    arrays are projected, rotated and normed by the caller. Picks are the same bits on any number of
+    ranks, and in packed, zigzag and placed order. Memory grows with the tokens.
 
     Call where `context_parallel_attention` may be called. The index keys move as its keys would, in
     an exchange of their own; with "balanced" also q_index and weights, and the picks back. Without
@@ -78,6 +79,7 @@ def select_keys(
     has_groups = q_index.ndim == 5
     q, k, w = read_index(_OP, q_index, k_index, weights)
     check_positive(_OP, num_keys=num_keys, block=block)
+    refuse_picks(_OP, options.get("mask"))
     if pool not in ("max", "mean"):
         raise ValueError(f"{_OP}: pool is {pool!r}; it needs to be 'max' or 'mean'. Pass one.")
     for name, x in (("local", local), ("relu", relu)):

@@ -17,7 +17,7 @@ from on_mesh import AXIS, all_fail, mesh_of
 from packed_batches import pack
 
 import jax_cp_dispatch as cp
-from jax_cp_dispatch import selected
+from jax_cp_dispatch import profiling, selected
 from jax_cp_dispatch.masks import Chunked, Selected, SlidingWindow, Tree
 
 SINK = [0.1, 0.7, -0.3, 0.5]
@@ -129,6 +129,20 @@ def test_picks(case):
     got = restore(np.asarray(case.select(documents, apply(case.given(index)))))
     np.testing.assert_array_equal(got, want)
     assert got.dtype == np.int32
+
+
+@pytest.mark.parametrize("pool", ["max", "mean"])
+@pytest.mark.parametrize("relu", [True, False])
+def test_blocks_with_nan_are_picked_last(pool, relu):
+    """Wherever NaN is among the keys of a block, and also where products are cut at 0."""
+    for at in range(4):
+        k = np.repeat(np.arange(5, 0, -1, dtype=np.float32), 4)[None, :, None]
+        k[0, at] = k[0, 8 + at] = np.nan
+        options = {"relu": relu, "block": 4, "pool": pool, "local": False}
+        case = Case(ranks=1, num_keys=3, options=options)
+        index = np.ones((1, 20, 1, 1), np.float32), k, None
+        got = np.asarray(case.select(cp.Documents(np.ones((1, 20), np.int32)), index))
+        np.testing.assert_array_equal(got[0, [11, 19]], [[0, 1, 2], [1, 3, 4]])
 
 
 def test_nan_is_picked_last():
@@ -468,8 +482,17 @@ REFUSED = [
     (lambda: selects(pool="sum"), "pool is 'sum'"),
     (lambda: selects(local=1), "local is 1"),
     (lambda: Selected(np.zeros((1, 16, 2))), "Selected: picks"),
+    (lambda: Selected(PICKS.picks[:, :, :0]), "Selected: .* without picks"),
     (lambda: Selected(0 * PICKS.picks, SlidingWindow(4, first=2)), "Selected: mask is"),
-    (lambda: cp.Documents(ONES, mask=PICKS), "picks are those of one layer"),
+    (lambda: cp.Documents(ONES, mask=PICKS), "Documents: .* only attention and index_loss"),
+    (lambda: selects(mask=PICKS), "select_keys: .* only attention and index_loss"),
+    (lambda: Selected(PICKS.picks, PICKS), "Selected: .* only attention and index_loss"),
+    (
+        lambda: profiling.balance_profile(
+            [16], world_size=2, num_heads=4, num_kv_heads=4, head_size=8, mask=PICKS
+        ),
+        "balance_profile: .* only attention and index_loss",
+    ),
     (
         lambda: selected.index_loss(
             *INDEX, ZEROS, ZEROS, axis_name=AXIS, algorithm="halo", mesh=mesh_of(2)

@@ -120,8 +120,8 @@ def local_attention(
       kv_end: one past the last key row; a range with `kv_end <= kv_start` is empty.
       q_start, q_end: the query rows [q_start, q_end) that may see each key row; None: all.
       mask: instead of ranges: "full", "causal" or an object of `jax_cp_dispatch.masks`, whose
-        arrays are `[B, S]`; None is causal. With `Selected` picks of other tokens, the output is
-        NaN.
+        arrays are `[B, S]`; None is causal. With `Selected` picks that cannot be of these tokens,
+        the output is NaN.
       documents: with a mask only: those of all S tokens, in packed order.
       segment_ids, positions: the short form, see `context_parallel_attention`.
       sink: a learned logit per head without a value: it adds `exp(sink)` to the denominator of each

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
-from jax_cp_dispatch._arrays import sum_dtype
+from jax_cp_dispatch._arrays import in_chunks, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.attention.local.passes import add_sink, local_pass
 from jax_cp_dispatch.attention.local.ranges import PassOptions, SoftmaxGradients, soft_capped
@@ -141,25 +141,17 @@ class _Chunks(NamedTuple):
         size = min(b * R, 1 << (max(1, _GATHERED // max(1, held)).bit_length() - 1))
         first = jnp.arange(b, dtype=jnp.int32) * (K * (keys[0].shape[1] + 1))
         first = jnp.broadcast_to(first[:, None], (b, R))
-        rows = DocumentRows(*(_chunked(x, size) for x in picked.rows))
-        return cls(
-            _chunked(picks, size), rows, _chunked(first, size), (b, R), K, options.pick_block
-        )
+        cut = lambda x: in_chunks(x.reshape(-1, *x.shape[2:]), size)
+        return cls(*jax.tree.map(cut, (*picked, first)), (b, R), K, options.pick_block)
 
     def cut(self, x):
         """Returns arrays `[b, R, ...]` in chunks, and padding after the last query."""
-        return _chunked(x, self.first.shape[1])
+        return in_chunks(x.reshape(-1, *x.shape[2:]), self.first.shape[1])
 
     def whole(self, x):
         """The inverse: `[b, R, ...]`."""
         b, R = self.num_rows
         return x.reshape(-1, *x.shape[2:])[: b * R].reshape(b, R, *x.shape[2:])
-
-
-def _chunked(x, size):
-    x = x.reshape(-1, *x.shape[2:])
-    x = jnp.pad(x, ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1)))
-    return x.reshape(-1, size, *x.shape[1:])
 
 
 class _Chunk(NamedTuple):
@@ -283,7 +275,7 @@ def picked_gradients(options: PassOptions, q, keys, picked: PickedRows, whole: S
         found = [dk, dv]
         if len(tables) == 1:
             found = [jnp.concatenate([dk[..., : v.shape[3]] + dv, dk[..., v.shape[3] :]], -1)]
-        # On CPU the rows of a scatter are added one after another.
+        # On CPU the rows of a scatter are added one after another; on GPUs in no fixed order.
         add = lambda x, y: x.at[place].add(y, mode="promise_in_bounds")
         gradients = tuple(map(add, gradients, found))
         return gradients, dq.reshape(dq.shape[0], -1, dq.shape[3])
