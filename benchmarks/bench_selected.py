@@ -60,7 +60,7 @@ def with_gradients(attend):
 
 
 def shapes(tokens: int) -> dict[str, Any]:
-    of = {"q": (HEADS, LATENT), "latent": (1, LATENT), "dout": (HEADS, VALUES)}
+    of: dict[str, Any] = {"q": (HEADS, LATENT), "latent": (1, LATENT), "dout": (HEADS, VALUES)}
     of |= {"q_index": (INDEX_HEADS, INDEX_SIZE), "k_index": (INDEX_SIZE,)}
     of["weights"] = (INDEX_HEADS,)
     return {name: (1, tokens, *shape) for name, shape in of.items()}

@@ -44,7 +44,7 @@ def over_ranks(index, q, latent, is_sparse, where):
     if is_sparse:
         picks = selected.select_keys(*index, num_keys=PICKED, mask=mask, **where)
         mask = masks.Selected(picks, order=where["documents"].order)
-    loss = selected.index_loss(*index, q, latent, mask=mask, **where)
+    loss = selected.index_loss(*index, q=q, k=latent, mask=mask, **where)
     return cpd.context_parallel_attention(q, latent, value_size=VALUES, mask=mask, **where), loss
 
 

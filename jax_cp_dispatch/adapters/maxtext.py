@@ -208,7 +208,7 @@ def _indexers(**options: Any) -> Iterator[None]:
         if given["sparse_loss"]:
             order = getattr(where["documents"], "order", PACKED)
             where = where | {"mask": Selected(indexer_mask, where["mask"], order=order)}
-        of_tokens = index_loss(*index, query, key, scale=1.0, **where)
+        of_tokens = index_loss(*index, q=query, k=key, scale=1.0, **where)
         return of_tokens.mean() * given["scaling_factor"]
 
     MLA.__call__, Indexer.__call__, MLA.calculate_indexer_loss = call, indexed, loss

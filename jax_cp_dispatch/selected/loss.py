@@ -153,7 +153,8 @@ class _Loss(LocalWork):
     logit_soft_cap: float | None
 
     def __call__(self, movement: Movement, operands: Operands, gathered: Gathered) -> Outputs:
-        return Outputs(_gather_loss(self, movement, operands, gathered)[:, None, None])
+        loss: Any = _gather_loss(self, movement, operands, gathered)
+        return Outputs(loss[:, None, None])
 
     def shape(self, operands: Operands) -> Any:
         q = operands.q[0]
@@ -164,14 +165,14 @@ class _Rows(NamedTuple):
     """What a rank has received, of one list of rows.
 
     Attributes:
-      index: q_index `[R, G, J, d]`, weights `[R, G, J]` or None, and k_index `[S, G or 1, d]`.
+      of_index: q_index `[R, G, J, d]`, weights `[R, G, J]` or None, and k_index `[S, G or 1, d]`.
       q, k: of attention, `[R, N, H]` and `[S, K, H]`.
       sink: `[N]`, or None.
       picks: `[R, G or 1, k]`, or None.
       rows: of the queries' documents, `[R]`.
     """
 
-    index: tuple[Array, Array | None, Array]
+    of_index: tuple[Array, Array | None, Array]
     q: Array
     k: Array
     sink: Array | None
@@ -189,7 +190,7 @@ def _forward(task: _Loss, movement: Movement, operands: Operands, gathered: Gath
     operands = forbid_second_derivative(call.op, operands)
     received = movement.send(gathered, operands).completed(call.exchange)
     kept = received, operands.sink, operands.weights, gathered
-    rows = _received(movement, *kept)
+    rows = _received(task, movement.call, *kept)
     loss, *lse = named_context(_losses(task, rows))
     if rows.picks is not None:
         picked = PickedRows(rows.picks[None], gathered.rows)
@@ -203,13 +204,12 @@ def _backward(task: _Loss, movement: Movement, residuals, dloss: Array):
     gathered, exchange = kept[-1], movement.call.exchange
     dloss = forbid_second_derivative(_OP, dloss)
     came = movement.send_cotangents(gathered, Outputs(dloss)).completed(exchange)
-    rows = _received(movement, *kept)
+    rows = _received(task, movement.call, *kept)
     dloss = jnp.where(rows.rows.start < rows.rows.end, came.out[0], 0)  # others have any values
     dq, dweights, dk = _gradients(task, rows, (*lse, dloss))
-    q, weights, k = rows.index
-    of_queries = [
-        x.astype(like.dtype) for x, like in ((dq, q), (dweights, weights)) if x is not None
-    ]
+    q, weights, k = rows.of_index
+    both = (dq, q), (dweights, weights)
+    of_queries = [x.astype(y.dtype) for x, y in both if x is not None and y is not None]
     of_queries = jax.tree.map(lambda x: x[None], of_queries)
     back = movement.give_back_gradients(gathered, of_queries, [dk[None]])
     (dq, *dweights), dk = back.completed(exchange)
@@ -222,11 +222,11 @@ def _backward(task: _Loss, movement: Movement, residuals, dloss: Array):
 _gather_loss.defvjp(_forward, _backward)
 
 
-def _received(movement: Movement, came: Any, sink: Any, weights: Any, gathered: Any) -> _Rows:
+def _received(task: _Loss, call: Any, came: Any, sink: Any, weights: Any, gathered: Any) -> _Rows:
     """Returns what came to this rank, with the keys of attention expanded."""
     of_queries, (k_index, *latents) = came
     start, end, *_ = gathered.rows
-    if movement.call.local.pick_block:
+    if task.pick_block:
         of_queries, picks = of_queries[0], of_queries[1][0]
     else:
         picks = None
@@ -234,7 +234,7 @@ def _received(movement: Movement, came: Any, sink: Any, weights: Any, gathered: 
     used = (start < end)[0]
     cut = lambda x: jnp.where(used.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
     q_index, of_heads, q = jax.tree.map(cut, (q_index, of_heads, q))
-    k, _ = movement.call.expansion(weights, rows_to_expand(latents, gathered.ranges))
+    k, _ = call.expansion(weights, rows_to_expand(latents, gathered.ranges))
     is_key = are_covered(start, end, k_index.shape[1])[0]
     k_index = jnp.where(is_key[:, None, None], k_index[0], 0)
     rows = DocumentRows(*(x[0] for x in gathered.rows))
@@ -264,12 +264,12 @@ class _Keys(NamedTuple):
     """The keys of a group, with a row of zeros behind them, or more.
 
     Attributes:
-      index: `[S, d]`.
+      of_index: `[S, d]`.
       k: `[S, KV heads, H]`.
       last: the row of zeros.
     """
 
-    index: Array
+    of_index: Array
     k: Array
     last: int
 
@@ -291,7 +291,7 @@ class _Tile(NamedTuple):
 def _tile(task: _Loss, chunk: _Chunk, keys: _Keys, number: Any) -> tuple[_Tile, Any, Any]:
     """Returns a tile, its rows of the index, and their places: first, or `[C, W]` if picked."""
     dtype, is_picked = chunk.q_index.dtype, chunk.picks is not None
-    if is_picked:
+    if chunk.picks is not None:
         place, is_seen = picked_rows(chunk.picks, chunk.rows, task.pick_block)
         place = jnp.where(is_seen, place, keys.last)
         k_index, k = (x.at[place].get(mode="promise_in_bounds") for x in keys[:2])
@@ -411,7 +411,7 @@ class _Groups(NamedTuple):
 
 def _groups(task: _Loss, rows: _Rows) -> tuple[_Groups, Callable[[Array], Array]]:
     """Returns the groups, and a function that cuts rows `[R, G, ...]` as theirs."""
-    q_index, weights, k_index = rows.index
+    q_index, weights, k_index = rows.of_index
     (R, G, J, d), (S, K, H), dtype = q_index.shape, rows.k.shape, sum_dtype(q_index.dtype)
     num_kv, heads = max(1, K // G), rows.q.shape[1] // G
     width = TILE
@@ -444,7 +444,7 @@ def _groups(task: _Loss, rows: _Rows) -> tuple[_Groups, Callable[[Array], Array]
 def _losses(task: _Loss, rows: _Rows) -> tuple[Array, Array, Array]:
     """Returns the loss `[R]`, and both lse, `[R, G, heads]` and `[R, G]`."""
     groups, _ = _groups(task, rows)
-    (R, G), num = rows.index[0].shape[:2], jnp.arange(rows.index[0].shape[1], dtype=jnp.int32)
+    (R, G), num = rows.of_index[0].shape[:2], jnp.arange(rows.of_index[0].shape[1], dtype=jnp.int32)
 
     def of_group(x):
         number, sink, chunks = x
@@ -459,7 +459,7 @@ def _losses(task: _Loss, rows: _Rows) -> tuple[Array, Array, Array]:
 def _gradients(task: _Loss, rows: _Rows, of_rows: tuple[Array, Array, Array]):
     """Returns the gradients of q_index, weights and k_index; `of_rows` are both lse, and dloss."""
     groups, cut = _groups(task, rows)
-    (q_index, weights, k_index), (lse, of_scores, dloss) = rows.index, of_rows
+    (q_index, weights, k_index), (lse, of_scores, dloss) = rows.of_index, of_rows
     (R, G), (S, num_keys, d) = q_index.shape[:2], k_index.shape
     dloss = jnp.broadcast_to(dloss[:, None] / G, (R, G))
     num = jnp.arange(G, dtype=jnp.int32)
@@ -467,7 +467,7 @@ def _gradients(task: _Loss, rows: _Rows, of_rows: tuple[Array, Array, Array]):
     def of_group(total, x):
         number, *of_chunks = x
         keys = groups.keys_of(number)
-        zeros = vary_alike([jnp.zeros(keys.index.shape, lse.dtype)], like=lse)[0]
+        zeros = vary_alike([jnp.zeros(keys.of_index.shape, lse.dtype)], like=lse)[0]
         dk, found = lax.scan(partial(_gradients_of_chunk, task, keys), zeros, tuple(of_chunks))
         own = jnp.minimum(number, num_keys - 1)
         return total.at[:, own].add(dk[:S]), found

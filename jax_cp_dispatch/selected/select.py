@@ -103,7 +103,7 @@ class _Select(LocalWork):
     def __call__(self, movement: Movement, operands: Operands, gathered: Gathered) -> Outputs:
         exchange = movement.call.exchange
         (q, weights), (k,) = movement.send(gathered, operands).completed(exchange)
-        picks = pick_keys(self.options, q, k, weights, gathered.rows)
+        picks = jnp.asarray(pick_keys(self.options, q, k, weights, gathered.rows))
         # Rows that do not come back are 0 there.
         picks, _ = movement.give_back(gathered, picks + 1, jnp.zeros(())).completed(exchange)
         return Outputs(named_context(picks - 1))

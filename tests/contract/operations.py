@@ -176,14 +176,14 @@ def selected_attention() -> Case:
         qkv, of_index, where["segment_ids"] = later
         out = cpd.context_parallel_attention(*qkv, mask=mask, **where)
         where.pop("head_axis", None)
-        loss = selected.index_loss(*of_index, *qkv[:2], mask=mask, **where)
+        loss = selected.index_loss(*of_index, q=qkv[0], k=qkv[1], mask=mask, **where)
         return {"out": out, "loss": loss.astype(out.dtype)}
 
     def oracle(arrays):
         qkv, ids = [arrays[x] for x in "qkv"], arrays["segment_ids"]
         of_index = [arrays[x][:, :, None] for x in index]
         options: Any = {"num_keys": 3, "block": 1, "pool": "max", "local": False}
-        picks = selected_oracle.select(*of_index, ids, "causal", **options)
+        picks = selected_oracle.select(*of_index, segment_ids=ids, mask="causal", **options)
         seen = selected_oracle.pairs(picks, ids, "causal", 1)
         out, _, pull = selected_oracle.attention(qkv, seen)
         loss, pull_loss = selected_oracle.index_loss(of_index, qkv[:2], ids, seen)

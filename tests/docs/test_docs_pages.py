@@ -126,8 +126,8 @@ def masks(names):
     close(names["of_layers"][0], names["outs"]["Tree"], 2e-6)
     placement, copies = names["placement"], names["copies"]
     of_copies = mask_oracle.block_diffusion_pairs(copies.segment_ids, 2)
-    qkv = (placement.restore(names[f"{x}2"]) for x in "qkv")
-    close(placement.restore(names["diffusion"]), masked_attention(*qkv, of_copies)[0], 2e-6)
+    q, k, v = (placement.restore(names[f"{x}2"]) for x in "qkv")
+    close(placement.restore(names["diffusion"]), masked_attention(q, k, v, of_copies)[0], 2e-6)
     labels = np.take_along_axis(names["tokens"], copies.columns, axis=1)
     np.testing.assert_array_equal(placement.restore(names["labels"]), labels)
 

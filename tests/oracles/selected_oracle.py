@@ -4,6 +4,7 @@ Arrays are in packed order; `sees(q, k)` is the mask, of positions in a document
 """
 
 import itertools
+from typing import Any
 
 import mask_oracle
 import numpy as np
@@ -124,14 +125,20 @@ def attention(arrays, seen, *, scale=None, cap=None, sink=None):
     return out, lse, pull
 
 
-def index_loss(index, arrays, segment_ids, seen, *, relu=True, scale=None, cap=None, sink=None):
+def _float64(x: Any) -> Any:
+    return None if x is None else np.float64(x)
+
+
+def index_loss(
+    index, arrays, segment_ids, seen, *, relu=True, scale=None, cap=None, sink=None
+) -> Any:
     """Returns the loss `[B, T]`, and the pull back to q_index, k_index and weights.
 
     `index` are q_index `[B, T, G, J, d]`, k_index `[B, T, G, d]` and weights `[B, T, G, J]` or
     None; `arrays` are q and k of attention; seen `[B, G, T, T]`. The loss of several groups is
     their mean, and a group's target is of its own query heads.
     """
-    q_index, k_index, weights = (None if x is None else np.float64(x) for x in index)
+    q_index, k_index, weights = map(_float64, index)
     q, k = (np.asarray(x, np.float64) for x in arrays)
     (B, T, N, H), K, G = q.shape, k.shape[2], q_index.shape[2]
     scale = H**-0.5 if scale is None else scale
@@ -139,7 +146,9 @@ def index_loss(index, arrays, segment_ids, seen, *, relu=True, scale=None, cap=N
     for b, g in itertools.product(range(B), range(G)):
         heads = range(g * N // G, (g + 1) * N // G)
         of = lambda n, b=b, g=g: (q[b, :, n], k[b, :, n * K // N], seen[b, g % seen.shape[1]])
-        p = sum(_of_head(*of(n), scale, cap, None if sink is None else sink[n])[3] for n in heads)
+        sinks = [None if sink is None else sink[n] for n in heads]
+        shares = [_of_head(*of(n), scale, cap, x)[3] for n, x in zip(heads, sinks, strict=True)]
+        p = np.sum(shares, axis=0)
         for t in np.flatnonzero(seen[b, g % seen.shape[1]].any(1)):
             at = np.flatnonzero(seen[b, g % seen.shape[1], t])
             target = p[t, at] / p[t, at].sum()

@@ -27,7 +27,7 @@ from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context
 from jax_cp_dispatch.attention.local.local_attention import attend_ranges, range_gradients
 from jax_cp_dispatch.attention.local.passes import forbid_second_derivative, sink_gradient
-from jax_cp_dispatch.attention.local.picked import DocumentRows, PickedRows
+from jax_cp_dispatch.attention.local.picked import PickedRows
 from jax_cp_dispatch.attention.local.ranges import (
     PassOptions,
     RowRanges,
@@ -70,7 +70,7 @@ class Gathered(NamedTuple):
       fault: the `order_error_code` for which the output is NaN, if no exchange of a plan does that.
       fingerprint: what ranks compare, or None.
       q_metadata, kv_metadata: of a plan, for the rows that move.
-      rows: where the keys of attended rows are, of a call that needs all of them.
+      rows: `DocumentRows`, where the keys of attended rows are, of a call that needs all of them.
     """
 
     ranges: MaskRanges
@@ -78,7 +78,7 @@ class Gathered(NamedTuple):
     fingerprint: Array | None = None
     q_metadata: Metadata | None = None
     kv_metadata: Metadata | None = None
-    rows: DocumentRows | None = None
+    rows: Any = None
 
 
 class Movement(abc.ABC):
@@ -134,9 +134,10 @@ def _forward(movement: Movement, operands: Operands, gathered: Gathered):
             keys = _by_batch(kv, call.expansion(part.weights, rows_to_expand(kv, ranges)))
         passes = row_passes(call, movement.block_rows, q, keys[0])
         keys = keys[:1] if passes.value_size else keys
-        rows: Any = PickedRows(picks, gathered.rows)
         if picks is None:
-            rows = RowRanges.of_mask(ranges, q.shape[:2])
+            rows: Any = RowRanges.of_mask(ranges, q.shape[:2])
+        else:
+            rows = PickedRows(picks, gathered.rows)
         out, lse, *largest = attend_ranges(passes, q, keys, rows, part.sink)
         if picks is not None:
             out, lse = only_of_own_picks(call.exchange, rows, call.pick_block, (out, lse))
@@ -179,9 +180,10 @@ def _backward(movement: Movement, residuals, cotangents: Outputs):
         dtype = None if movement.sums_dkv else q.dtype
         passes = row_passes(call, movement.block_rows, q, keys[0], dtype)
         passes = dataclasses.replace(passes, return_max_logits=False)
-        rows: Any = PickedRows(picks, gathered.rows)
         if picks is None:
-            rows = RowRanges.of_mask(ranges, q.shape[:2])
+            rows: Any = RowRanges.of_mask(ranges, q.shape[:2])
+        else:
+            rows = PickedRows(picks, gathered.rows)
         dq, *dkv = range_gradients(passes, q, keys[:1] if passes.value_size else keys, rows, whole)
         if passes.value_size:  # dk is of the values too
             dkv.append(jnp.zeros_like(keys[1], dkv[0].dtype))
@@ -219,8 +221,9 @@ def parts_of_heads(call: Call, operands: Operands) -> list[Operands]:
     The last one has most heads. Splitting needs exchanges in two calls and at least two KV heads.
     """
     q, k, v, sink, weights, _ = operands
-    is_whole = v is None or k.shape[1] < 2 or call.pick_block
-    if is_whole or not moves_beside_work(call.exchange.implementation):
+    if v is None or k.shape[1] < 2 or call.pick_block:
+        return [operands]
+    if not moves_beside_work(call.exchange.implementation):
         return [operands]
     num_keys, half = k.shape[1], k.shape[1] // 2
     per_key, parts = q.shape[1] // num_keys, []

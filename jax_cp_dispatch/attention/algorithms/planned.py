@@ -570,7 +570,7 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     exchange, (B, T) = call.exchange, jax.tree.leaves(operands.q)[0].shape[:2]
     rank = lax.axis_index(exchange.axis_name)
     order: Any = {"layout": call.order.layout, "checks_order": call.checks_order}
-    token, rows = held.layout.positions(rank)[:T], None
+    token, rows, starts = held.layout.positions(rank)[:T], None, None
     if call.needs_all_keys:  # documents, and what the mask shows of them
         documents = replaced(packed, mask=Full())
         whole, fault = gathered_ranges(exchange, documents, (B, T), **order)
@@ -579,6 +579,7 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
         seen = packed.mask.clipped(T * call.num_ranks).ranges(*columns)
         is_token = whole[..., 0] < whole[..., 1]
         seen = jnp.where(is_token[..., None], jnp.stack(seen[:2], 2), 0)
+        starts = columns[:2]
     else:
         seen, fault = gathered_ranges(exchange, packed, (B, T), **order)
         seen = ranges_of_rows(packed.mask, seen, token).bounds
@@ -586,11 +587,10 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     bounds = held.rows_before(rank, seen)
     bounds += np.arange(B, dtype=np.int32)[:, None, None] * num_held  # one batch row after another
     ranges = MaskRanges(*(bounds[..., i].reshape(1, -1) for i in range(2)))
-    if call.needs_all_keys:
-        first = whole[..., 0].reshape(1, -1)
+    if starts is not None:
+        column, first = (x.reshape(1, -1) for x in starts)
         origin = ranges.k_start - (seen[..., 0].reshape(1, -1) - first)
-        place = columns[0].reshape(1, -1) - first
-        rows = DocumentRows(*ranges[:2], origin, place)
+        rows = DocumentRows(*ranges[:2], origin, column - first)
     fingerprint = None if fault is None else order_fingerprint(fault, rank)
     metadata = jax.tree.map(jnp.asarray, held.metadata(B))
     gathered = Gathered(ranges, None, fingerprint, None, metadata, rows)

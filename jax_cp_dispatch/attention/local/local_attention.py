@@ -350,7 +350,8 @@ def attend_ranges(
     if isinstance(ranges, PickedRows):
         out, lse, *max_logits = picked_attention(options, q, kv, ranges, sink)
     else:
-        out, lse, *max_logits = fused_attention(options, q, *kv, ranges, sink)
+        k, v = kv
+        out, lse, *max_logits = fused_attention(options, q, k, v, ranges, sink)
     return out, lse, *(jnp.max(x, axis=(0, 2)) for x in max_logits)
 
 
@@ -369,7 +370,8 @@ def range_gradients(
         return vary_alike(tuple(jnp.zeros(x.shape, dtype) for x, dtype in arrays), like=q)
     if isinstance(ranges, PickedRows):
         return picked_gradients(options, q, kv, ranges, whole)
-    return fused_gradients(options, q, *kv, ranges, whole)
+    k, v = kv
+    return fused_gradients(options, q, k, v, ranges, whole)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -142,7 +142,8 @@ class _Chunks(NamedTuple):
         first = jnp.arange(b, dtype=jnp.int32) * (K * (keys[0].shape[1] + 1))
         first = jnp.broadcast_to(first[:, None], (b, R))
         cut = lambda x: in_chunks(x.reshape(-1, *x.shape[2:]), size)
-        return cls(*jax.tree.map(cut, (*picked, first)), (b, R), K, options.pick_block)
+        picks, rows, first = jax.tree.map(cut, (*picked, first))
+        return cls(picks, rows, first, (b, R), K, options.pick_block)
 
     def cut(self, x):
         """Returns arrays `[b, R, ...]` in chunks, and padding after the last query."""
