@@ -303,7 +303,7 @@ class Auto:
         balanced, is_zigzag = Balanced(self.config), call.order.layout == "zigzag"
         if documents.plan is not None:
             return Placed() if documents.plan.is_placed else balanced, documents
-        if call.needs_all_keys:
+        if call.pick_block or call.local:
             those = (x for x in (balanced, *(kind() for kind in ALGORITHMS)) if x.gathers_keys)
             return next(x for x in those if x.why_not(call, documents.mask) is None), documents
         if 0 in operands.q.shape[:2]:  # there are no tokens

@@ -378,7 +378,8 @@ class Call:
         `context_parallel_attention`.
       expansion: of latent rows, or None.
       pick_block: tokens of each key that a query has picked; 0: queries see all keys of the mask.
-      local: what a rank computes of its queries and all their keys; None: attention.
+      local: what a rank computes of its queries and all their keys; None: attention. With it, or
+        with picks, a rank needs all keys of its queries at once, and their places in documents.
       checks_order: whether ranks check that documents are in the order of the layout; not if that
         was checked on the host.
     """
@@ -399,11 +400,6 @@ class Call:
     @property
     def op(self) -> str:
         return self.exchange.op
-
-    @property
-    def needs_all_keys(self) -> bool:
-        """Whether a rank needs all keys of its queries at once, and their places in documents."""
-        return self.pick_block > 0 or self.local is not None
 
     @property
     def num_ranks(self) -> int:

@@ -229,7 +229,7 @@ def run_unless_empty(
 
 def refuse(algorithm: Algorithm, call: Call, mask: Any) -> None:
     why = algorithm.why_not(call, mask)
-    if why is None and call.needs_all_keys and not algorithm.gathers_keys:
+    if why is None and (call.pick_block or call.local) and not algorithm.gathers_keys:
         step = "'balanced' or 'halo'" if call.order == PACKED else "'halo'"
         why = (
             f"with algorithm={algorithm.name!r} a rank never has all keys of a query at once, as "

@@ -246,7 +246,7 @@ def attend_by_plan(call: Call, operands: Operands, documents: Documents) -> Outp
 @partial(jax.jit, static_argnums=0)  # equal calls of a program are traced and lowered once
 def _attend_planned(call: Call, operands: Operands, plan: Plan, packed: Documents) -> Outputs:
     rank, compared = lax.axis_index(call.exchange.axis_name), (packed.segment_ids, packed.positions)
-    if call.needs_all_keys:
+    if call.pick_block or call.local:
         options: Any = {"size": plan.q_capacity, "mask": plan.mask}
         rows = named_context(key_ranges(local_runs(plan, rank), **options))
         rows = DocumentRows(*(x[None] for x in rows))
@@ -571,7 +571,7 @@ def _attend_halo(call: Call, held: HeldRows, operands: Operands, packed: Documen
     rank = lax.axis_index(exchange.axis_name)
     order: Any = {"layout": call.order.layout, "checks_order": call.checks_order}
     token, rows, starts = held.layout.positions(rank)[:T], None, None
-    if call.needs_all_keys:  # documents, and what the mask shows of them
+    if call.pick_block or call.local:  # documents, and what the mask shows of them
         documents = replaced(packed, mask=Full())
         whole, fault = gathered_ranges(exchange, documents, (B, T), **order)
         whole = ranges_of_rows(documents.mask, whole, token).bounds
