@@ -95,8 +95,9 @@ def index_loss(
         latents. Of `expand`, the values are not used.
       expand_weights: attention's `weights`.
       mask: a mask of numbers that sees one range of keys, or `Selected` within one.
-      axis_name, algorithm, mesh, documents, segment_ids, positions, batch_axis, implementation,
-        deadline, num_comm_sm: as in `select_keys`. Devices of other axes repeat the work.
+      axis_name, algorithm, mesh, documents, segment_ids, positions, batch_axis: as in
+        `select_keys`. Devices of other axes repeat the work.
+      implementation, deadline, num_comm_sm: as in `select_keys`.
     Returns:
       The loss, float32 (float64 for float64), sharded as q; 0 for padding. Average it over the
       tokens of all ranks and micro-batches that count.
