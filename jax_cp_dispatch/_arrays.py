@@ -154,12 +154,9 @@ def _sums(values: Sequence[Integer[Array, " n"]], counts: Bool[Array, "m n"]) ->
 def repeated(
     count: Int32[Array, " n"], size: int
 ) -> tuple[Int32[Array, " size"], Int32[Array, " n"], Int32[Array, ""]]:
-    """Returns, for `size` places, which element each belongs to if it has `count` places.
+    """Returns the element of each of `size` places if elements have `count`; after these, any.
 
-    Returns:
-      of: the element; any of them for places after the last.
-      first: the first place of each element.
-      total: the number of places of all.
+    Also the first place of each element, and the number of places of all.
     """
     total = running_sum(count)
     place = jnp.arange(size, dtype=jnp.int32)

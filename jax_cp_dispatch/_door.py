@@ -53,12 +53,7 @@ class _Need(NamedTuple):
 
 
 def door(op: str, **next_steps: str) -> Callable[[_Function], _Function]:
-    """Returns the decorator of a public function.
-
-    Args:
-      op: the name of the function in errors.
-      next_steps: by parameter: the end of the error about a wrong shape.
-    """
+    """Returns the decorator of a public function; `op` is its name in errors."""
 
     def decorate(function: _Function) -> _Function:
         signature = _with_shared_keywords(function)
@@ -109,13 +104,7 @@ def _with_shared_keywords(function: Callable[..., Any]) -> inspect.Signature:
 def check_annotated(
     op: str, annotated: Any, given: Mapping[str, Any], next_steps: Mapping[str, str] | None = None
 ) -> None:
-    """Requires arrays as a function or a class annotates them.
-
-    Args:
-      op, next_steps: as of `door`.
-      annotated: the function or the class.
-      given: arguments by name.
-    """
+    """Requires arrays, given by name, as a function or a class annotates them; see `door`."""
     arrays = []
     for name, (need, is_optional) in _needs(annotated).items():
         x = given.get(name)
@@ -174,9 +163,7 @@ def _fault(
 ) -> tuple[type[Exception], str, str] | None:
     """Returns the class of the error, the parameter and the text, or None if all arrays fit.
 
-    Args:
-      annotated: as in `check_annotated`.
-      arrays: parameter, name of the array, shape and dtype.
+    Each of `arrays` has a parameter, a name, a shape and a dtype.
     """
     bound: dict[str, tuple[Any, str]] = {}  # the size of each name, and the array that set it
     for name, at, shape, dtype in arrays:

@@ -97,9 +97,7 @@ def known(op: str, value: Any) -> np.ndarray:
 def rows_between_ranks(op: str, metadata: Any) -> Int[np.ndarray, "W W"]:
     """Returns the rows that each rank (first axis) sends to each (second axis), and keeps.
 
-    Raises:
-      TypeError: the plan is traced.
-      ValueError: it is one rank's part of the plan.
+    A traced plan, and one rank's part of a plan, are errors.
     """
     received = known(op, metadata.num_recv_tokens)
     if received.ndim != 2 or len(received) != metadata.world_size:
@@ -139,13 +137,10 @@ def describe_plan(
     speeds: Sequence[float] | None = None,
     ranks_per_node: int | None = None,
 ) -> str:
-    """Returns the text of the `describe` methods of plans.
+    """Returns the text of a `describe` method, `op`, of a plan of all ranks.
 
-    Args:
-      op: the method; the text begins with its class.
-      plan: a `Plan` of all ranks.
-      speeds: relative speeds of the ranks, which determine their shares of the work.
-      ranks_per_node: consecutive ranks of a node, if keys between nodes are to be counted.
+    Relative `speeds` of the ranks determine their shares of the work. With `ranks_per_node`, keys
+    between nodes are counted.
     """
     computed = known(op, plan.num_rows).astype(np.int64)
     if computed.min() < 0:
@@ -211,12 +206,7 @@ def describe_routing(op: str, routing: Any) -> str:
 
 
 def rows_of_experts(op: str, routing: Any) -> Int64[np.ndarray, "W L"]:
-    """Returns the rows of each expert of each rank.
-
-    Raises:
-      TypeError: the values are traced.
-      ValueError: it is one rank's part.
-    """
+    """Returns the rows of each expert of each rank; traced values and a rank's part are errors."""
     rows_between_ranks(op, routing)  # of all ranks?
     return known(op, routing.group_sizes).reshape(routing.world_size, -1).astype(np.int64)
 

@@ -57,17 +57,11 @@ def kv_copies(num_heads: int, num_kv_heads: int, num_devices: int) -> int:
 
 
 class OwnHeads(NamedTuple):
-    """The KV heads that a device keeps of those that several devices have computed alike; static.
+    """The KV heads that a device keeps of those that several devices compute alike; static."""
 
-    Attributes:
-      axes: mesh axes that share these heads, major axis first.
-      copies: how often each head is repeated first; see `kv_copies`.
-      num_heads: that each device keeps.
-    """
-
-    axes: tuple[str, ...]
-    copies: int
-    num_heads: int
+    axes: tuple[str, ...]  # mesh axes that share these heads, major axis first
+    copies: int  # how often each head is repeated first; see `kv_copies`
+    num_heads: int  # that each device keeps
 
     def of(self, x: Float[Array, "R K H"]) -> Float[Array, "R own H"]:
         """Returns the device's own heads."""
@@ -83,19 +77,15 @@ Names = str | Sequence[str] | None
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """A mesh and the axes that a call uses, the major axis first.
-
-    Attributes:
-      ranks: the axes that share the sequence.
-      batch, heads: the axes that shard B, and N and K.
-      manual: the axes that a `shard_map` makes manual: all that are not; on one rank the explicit
-        ones, or none if they shard nothing, and the call runs as it is.
-    """
+    """A mesh and the axes that a call uses, the major axis first."""
 
     mesh: Mesh | AbstractMesh
-    ranks: tuple[str, ...]
+    ranks: tuple[str, ...]  # the axes that share the sequence
+    # The axes that shard B, and N and K
     batch: tuple[str, ...]
     heads: tuple[str, ...]
+    # The axes that a `shard_map` makes manual: all that are not; on one rank the explicit ones, or
+    # none if they shard nothing, and the call runs as it is
     manual: frozenset[str]
 
     @property
@@ -131,12 +121,8 @@ def find_axes(
 ) -> MeshAxes:
     """Finds the axes of a call; on global arrays also its mesh, and the axes that are None.
 
-    Args:
-      options: of the call.
-      arrays: [B, T, ...]; axis 2 of the first is that of the heads.
-      batch_axis, head_axis: as the caller names them.
-      others: a pytree of its other arrays.
-      plan: if it is one plan for all rows of the batch, the axes of B are not inferred.
+    Arrays are [B, T, ...]; axis 2 of the first is that of the heads. If `plan` is one plan for all
+    rows of the batch, the axes of B are not inferred.
     """
     op, ranks = options.op, options.axis_names
     covers_batch = plan is not None and not is_stack(plan)
@@ -315,14 +301,9 @@ def fit_documents(
 ) -> tuple[Documents, int, bool]:
     """Requires documents of the call's tokens and ranks; reads and pads those of global arrays.
 
-    Args:
-      op: for messages.
-      documents: of the call.
-      axes: see `find_axes`.
-      shape: B and T of the arrays.
-    Returns:
-      The documents of tokens that the ranks divide; how many tokens are appended to each row; and
-      whether the ranks need to check the order of the tokens, which is not known on the host.
+    `shape` is B and T of the arrays. Returns the documents of tokens that the ranks divide; how
+    many tokens are appended to each row; and whether the ranks need to check the order of the
+    tokens, which is not known on the host.
     """
     num_ranks, plan, (name, *more) = axes.num_devices(axes.ranks), documents.plan, axes.ranks
     ranks = f"mesh axis {name!r} has {num_ranks} devices"
@@ -371,13 +352,8 @@ def on_all_ranks(
 ) -> Any:
     """Returns `run(*operands)` of every rank, in a `shard_map` over all axes not yet manual.
 
-    Args:
-      run: the part of one rank.
-      operands: pytrees of global arrays.
-      axes: of the mesh.
-      in_specs: for each operand; a spec is for one array, or for all of a pytree.
-      out_specs: of the result.
-      num_differentiable: how many operands, the first ones, have derivatives.
+    A spec is for one array, or for all of a pytree. The first `num_differentiable` operands have
+    derivatives.
     """
     shard_map = partial(jax.shard_map, check_vma=can_check_varying())
     # An operand may vary over an axis that a surrounding `shard_map` has made manual.
@@ -510,10 +486,7 @@ def explicit_axes(op: str, *arrays: Any, others: Any, covers_batch: bool) -> Mes
     """Returns the explicit axes that shard the arrays of one rank; None if there are none.
 
     Axes of batch and heads are those of the types; over others, arrays are gathered.
-
-    Args:
-      op, arrays, others: see `find_axes`.
-      covers_batch: whether one plan is for all rows of the batch.
+    `covers_batch`: whether one plan is for all rows of the batch.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _are_sharded((arrays, others)):

@@ -99,15 +99,8 @@ class Span(NamedTuple):
 def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike) -> pathlib.Path:
     """Writes spans as a JSON trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-    Each rank is shown as a process with two threads: computation and communication.
-
-    Args:
-      spans: in any order.
-      path: of the file to write.
-    Returns:
-      The path.
-    References:
-      Trace Event Format (Google), "complete" and "metadata" events; times in microseconds.
+    Each rank is shown as a process with two threads: computation and communication. Source: Trace
+    Event Format (Google), "complete" and "metadata" events; times in microseconds.
     """
     spans = sorted(spans)
     events: list[dict[str, Any]] = []
@@ -468,9 +461,7 @@ class _Steps:
     """Runs functions of one rank on a whole mesh, and times when each rank is ready.
 
     Arrays have the parts of all ranks as their first axis. All devices belong to this process.
-
-    Attributes:
-      spans: of the steps so far.
+    `spans` are those of the steps so far.
     """
 
     def __init__(self, mesh: Mesh, axis_name: str, repeats: int):

@@ -61,27 +61,20 @@ class Collectives(Protocol):
 
 
 class Exchange(NamedTuple):
-    """The static parts of one call of a primitive.
+    """The static parts of one call of a primitive."""
 
-    Attributes:
-      op: the function that was called, for messages.
-      comm: the ranks.
-      groups: of the operands.
-      sums: names of the dtypes of the results of combine; None: dispatch.
-      is_global: whether arrays hold the rows of all ranks, to be split; else this rank's.
-      by_collectives: the plan as collectives, cheaper than those for any plan.
-      mesh: the abstract mesh of a global call that the partitioner splits, if it is known.
-      num_comm_sm: multiprocessors of a GPU that it uses; None is the default.
-    """
-
-    op: str
-    comm: Communicator
-    groups: tuple[OperandGroup, ...]
+    op: str  # the function that was called, for messages
+    comm: Communicator  # the ranks
+    groups: tuple[OperandGroup, ...]  # of the operands
+    # Names of the dtypes of the results of combine; None: dispatch
     sums: tuple[str, ...] | None = None
+    # Whether arrays hold the rows of all ranks, to be split; else this rank's
     is_global: bool = False
+    # The plan as collectives, cheaper than those for any plan
     by_collectives: Collectives | None = None
+    # The abstract mesh of a global call that the partitioner splits, if it is known
     mesh: Any = None
-    num_comm_sm: int | None = None
+    num_comm_sm: int | None = None  # multiprocessors of a GPU that it uses; None is the default
 
     @property
     def primitive(self) -> Primitive:
@@ -132,37 +125,27 @@ Rows = Array | np.ndarray
 
 
 class Argument(NamedTuple):
-    """Arrays of one call that move by the same metadata.
-
-    Attributes:
-      tree: the structure of arrays and results.
-      num_rows: rows per rank of the results.
-      moves: which results have elements. Others never reach a handler: jaxlib 0.11 crashes on a
-        custom call with an empty operand or result.
-      dtypes: of the results.
-      sums: dtypes of the primitive's results, before the last rounding; None: `dispatch`.
-      capacity_name: the argument that sets the capacity, for messages.
-      fingerprint: this rank's fingerprint, i32 [9], or None; see csrc/dispatch/dispatch.h.
-      weights: of each replica of the rows that return, or None. Those rows of a token that one rank
-        holds are summed first, times their weights, and rounded. It has no derivative then.
-      name: name of the argument of a public call, for messages.
-      buffer: id of a registered buffer; 0 is none.
-      storage: arrays that the results may reuse, in their structure, if any.
-    """
+    """Arrays of one call that move by the same metadata."""
 
     arrays: list[Array]
-    tree: Any
+    tree: Any  # the structure of arrays and results
     metadata: Metadata
-    num_rows: int
+    num_rows: int  # rows per rank of the results
+    # Which results have elements. Others never reach a handler: jaxlib 0.11 crashes on a custom
+    # call with an empty operand or result.
     moves: list[bool]
-    dtypes: list[Any]
+    dtypes: list[Any]  # of the results
+    # Dtypes of the primitive's results, before the last rounding; None: `dispatch`
     sums: list[Any] | None = None
-    capacity_name: str = "capacity"
+    capacity_name: str = "capacity"  # the argument that sets the capacity, for messages
+    # This rank's fingerprint, i32 [9], or None; see csrc/dispatch/dispatch.h
     fingerprint: Array | None = None
+    # Of each replica of the rows that return, or None. Those rows of a token that one rank holds
+    # are summed first, times their weights, and rounded. It has no derivative then.
     weights: Array | None = None
-    name: str = ""
-    buffer: int = 0
-    storage: Any = None
+    name: str = ""  # name of the argument of a public call, for messages
+    buffer: int = 0  # id of a registered buffer; 0 is none
+    storage: Any = None  # arrays that the results may reuse, in their structure, if any
 
 
 def outgoing(

@@ -36,32 +36,25 @@ class Operation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Implementation:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-      name: the value of `implementation=`.
-      platform: the platform whose devices it serves; None: all.
-      is_collectives: whether XLA's collectives move the data; code that has such collectives of its
-        own uses them instead of a dispatch.
-      spans_processes: whether ranks of one group may be in several processes; None: in any number.
-      why_unreached: from the devices of the ranks, in as many processes as it serves, why it does
-        not reach all of them, or None.
-      serves: what it serves, as text, if it is available.
-      remedy: the next step, for the error if it cannot serve a program.
-      rank_attributes: from the context of a lowering rule, the ranks, their devices and a
-        description of the operation, the attributes by which a custom call finds its ranks. They
-        replace those of the operation.
-      lowerings: the rule of each operation; see `register_lowering`.
-    """
-
-    name: str
-    platform: str | None
+    name: str  # the value of `implementation=`
+    platform: str | None  # the platform whose devices it serves; None: all
+    # Whether ranks of one group may be in several processes; None: in any number
     spans_processes: bool | None
+    # Whether XLA's collectives move the data; code that has such collectives of its own uses them
+    # instead of a dispatch
     is_collectives: bool = False
+    # From the devices of the ranks, in as many processes as it serves, why it does not reach all of
+    # them, or None
     why_unreached: Callable[[Groups], str | None] = lambda groups: None
-    serves: Callable[[], str]
-    remedy: str
+    serves: Callable[[], str]  # what it serves, as text, if it is available
+    remedy: str  # the next step, for the error if it cannot serve a program
+    # From the context of a lowering rule, the ranks, their devices and a description of the
+    # operation, the attributes by which a custom call finds its ranks. They replace those of the
+    # operation.
     rank_attributes: Callable[[Any, Communicator, Groups | None, str], dict[str, Any]]
+    # The rule of each operation; see `register_lowering`
     lowerings: dict[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def why_not(self, platforms: Sequence[str], groups: Groups | None) -> str | None:

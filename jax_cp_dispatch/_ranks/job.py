@@ -297,11 +297,9 @@ _is_marked = jax.make_user_context(default_value=False)
 
 
 def refuse_here(op: str) -> None:
-    """Rejects every call in a forked or an unconnected process. Call wherever one is traced.
+    """Rejects calls in a process that was forked after JAX had started, or has not joined its job.
 
-    Raises:
-      RuntimeError: this process was forked after JAX had started, or is one of the launcher and has
-        not joined the others.
+    Call wherever one is traced.
     """
     if _is_marked.value:
         raise RuntimeError(

@@ -38,16 +38,10 @@ from jax_cp_dispatch.selected import index_loss, select_keys
 
 
 def call_mask(self, segment_ids, is_image, batch: tuple[str, ...], order: Order) -> Mask:
-    """Returns the mask of a call of `AttentionOp`.
+    """Returns the mask of a call of an `AttentionOp`, of tokens in this order.
 
     Chunks count as in MaxText: from the start of a document with load balance, of the row without.
-
-    Args:
-      self: the `AttentionOp`.
-      segment_ids: `[B, T]`, or None.
-      is_image: `bidirectional_mask`: tokens that see all tokens of their run; `[B, T]`, or None.
-      batch: the mesh axes of the batch.
-      order: of the stored tokens.
+    Tokens `is_image` (`bidirectional_mask`) see all tokens of their run; it is `[B, T]`, or None.
     """
     mask = _kind_mask(self)
     counts_from_row = order == PACKED and isinstance(mask, Chunked | BlockCausal)

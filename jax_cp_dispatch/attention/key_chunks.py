@@ -29,20 +29,13 @@ class Chunking(NamedTuple):
     """A rank's keys in C chunks; each chunk has a piece of every block, with equally many rows.
 
     If the rows of a block do not divide, its last pieces are padded.
-
-    Attributes:
-      layout: of the tokens on the ranks.
-      num_chunks: C.
-      piece_rows: rows of a piece.
-      most_tokens: the most tokens held at a step: one chunk of each number, from any ranks.
-      is_in_order: there is one chunk without padding: its rows are already in sequence order.
     """
 
-    layout: SequenceLayout
-    num_chunks: int
-    piece_rows: int
-    most_tokens: int
-    is_in_order: bool
+    layout: SequenceLayout  # of the tokens on the ranks
+    num_chunks: int  # C
+    piece_rows: int  # rows of a piece
+    most_tokens: int  # the most tokens held at a step: one chunk of each number, from any ranks
+    is_in_order: bool  # there is one chunk without padding: its rows are already in sequence order
 
     @classmethod
     def of(cls, layout: SequenceLayout, num_chunks: int) -> Chunking:

@@ -26,22 +26,16 @@ from jax_cp_dispatch.masks.mask import PACKED, Order
 
 
 class Operands(NamedTuple):
-    """What attention reads.
+    """What attention reads."""
 
-    Attributes:
-      q, k, v: queries, keys and values. With an expansion, k are the arrays of latent rows,
-        `[B, T, 1, F]` each, and v is None.
-      sink: a logit `[N]` for each query head, or None.
-      weights: of the expansion, or None.
-      picks: of `masks.Selected`, `[B, T, G, k]`, or None.
-    """
-
+    # Queries, keys and values. With an expansion, k are the arrays of latent rows, `[B, T, 1, F]`
+    # each, and v is None.
     q: Any
     k: Any
     v: Any
-    sink: Any = None
-    weights: Any = None
-    picks: Any = None
+    sink: Any = None  # a logit `[N]` for each query head, or None
+    weights: Any = None  # of the expansion, or None
+    picks: Any = None  # of `masks.Selected`, `[B, T, G, k]`, or None
 
     @property
     def moved(self) -> tuple[Any, ...]:
@@ -67,17 +61,11 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What attention returns; None for what the caller did not ask for.
+    """What attention returns; None for what the caller did not ask for."""
 
-    Attributes:
-      out: `[B, T, N, Hv]`.
-      lse: `[B, T, N]`; -inf for rows without keys.
-      max_logits: `[N]`, of all ranks.
-    """
-
-    out: Any
-    lse: Any = None
-    max_logits: Any = None
+    out: Any  # `[B, T, N, Hv]`
+    lse: Any = None  # `[B, T, N]`; -inf for rows without keys
+    max_logits: Any = None  # `[N]`, of all ranks
 
 
 def is_float(x: Any) -> bool:
@@ -115,23 +103,17 @@ UNUSED_ROW = 1
 
 @dataclasses.dataclass(frozen=True)
 class Expansion:
-    """How rows become keys and values; static.
+    """How rows become keys and values; static."""
 
-    Attributes:
-      function: `(weights, rows) -> (k, v)`.
-      weights, rows: the structures of its arguments.
-      features: the shape of one row, for each array of rows.
-      specs: how each array of weights is sharded over the heads.
-      own_heads: those of the device, of the heads that several expand alike: each of those before.
-      value_size: of values that are the first features of the keys; 0: `function` makes them.
-    """
-
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # `(weights, rows) -> (k, v)`
+    # The structures of its arguments
     weights: Any
     rows: Any
-    features: tuple[tuple[int, ...], ...]
-    specs: tuple[P, ...]
+    features: tuple[tuple[int, ...], ...]  # the shape of one row, for each array of rows
+    specs: tuple[P, ...]  # how each array of weights is sharded over the heads
+    # Those of the device, of the heads that several expand alike: each of those before
     own_heads: tuple[OwnHeads, ...] = ()
+    # Of values that are the first features of the keys; 0: `function` makes them
     value_size: int = 0
 
     def __call__(self, weights: Sequence[Array], rows: Rows) -> Any:
@@ -143,15 +125,10 @@ class Expansion:
         return made
 
     def sharing(self, names: tuple[str, ...], num_heads: int, operands: Operands) -> Expansion:
-        """Returns the expansion of ranks that share the query heads over these axes.
+        """Returns the expansion of ranks that share `num_heads` query heads over these manual axes.
 
         Weights that are sharded over the first of them give a part of the KV heads. Over the
         others, each rank keeps its own.
-
-        Args:
-          names: the axes, major axis first; manual here.
-          num_heads: query heads that they share.
-          operands: of this rank.
         """
         named = {x for spec in self.specs for x in jax.tree.leaves(tuple(spec))}
         kept = {x for own in self.own_heads for x in own.axes}
@@ -348,13 +325,9 @@ def key_shapes(expansion: Expansion | None, operands: Operands) -> tuple[Any, An
 
 
 class LocalWork(abc.ABC):
-    """What a rank computes in place of attention; a frozen dataclass.
+    """What a rank computes in place of attention; a frozen dataclass."""
 
-    Attributes:
-      op: the function that was called.
-    """
-
-    op: ClassVar[str]
+    op: ClassVar[str]  # the function that was called
 
     @abc.abstractmethod
     def __call__(self, movement: Any, operands: Operands, gathered: Any) -> Outputs:
@@ -367,34 +340,25 @@ class LocalWork(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call without its arrays: checked, static, and passed whole to all that serve it.
+    """A call without its arrays: checked, static, and passed whole to all that serve it."""
 
-    Attributes:
-      exchange: the checked options of the exchanges, with the op and the axes.
-      axis_sizes: devices of each axis that shares the sequence.
-      num_heads: query heads of one device.
-      order: of the tokens.
-      scale, logit_soft_cap, return_lse, return_max_logits: see
-        `context_parallel_attention`.
-      expansion: of latent rows, or None.
-      pick_block: tokens of each key that a query has picked; 0: queries see all keys of the mask.
-      local: what a rank computes of its queries and all their keys; None: attention. With it, or
-        with picks, a rank needs all keys of its queries at once, and their places in documents.
-      checks_order: whether ranks check that documents are in the order of the layout; not if that
-        was checked on the host.
-    """
-
-    exchange: CollectiveOptions
-    axis_sizes: tuple[int, ...]
-    num_heads: int
-    order: Order = PACKED
+    exchange: CollectiveOptions  # the checked options of the exchanges, with the op and the axes
+    axis_sizes: tuple[int, ...]  # devices of each axis that shares the sequence
+    num_heads: int  # query heads of one device
+    order: Order = PACKED  # of the tokens
+    # See `context_parallel_attention`
     scale: float | None = None
     logit_soft_cap: float | None = None
     return_lse: bool = False
     return_max_logits: bool = False
-    expansion: Expansion | None = None
+    expansion: Expansion | None = None  # of latent rows, or None
+    # Tokens of each key that a query has picked; 0: queries see all keys of the mask
     pick_block: int = 0
+    # What a rank computes of its queries and all their keys; None: attention. With it, or with
+    # picks, a rank needs all keys of its queries at once, and their places in documents.
     local: LocalWork | None = None
+    # Whether ranks check that documents are in the order of the layout; not if that was checked on
+    # the host
     checks_order: bool = True
 
     @property
@@ -460,15 +424,9 @@ def check_specs(
 def with_own_heads(
     expansion: Expansion, operands: Operands, axes: MeshAxes, sharing: tuple[str, ...]
 ) -> Expansion:
-    """Returns the expansion of each device, for its query heads.
+    """Returns the expansion of each device, for its query heads, from whole weights and operands.
 
     Weights that are whole give all KV heads, of which each device keeps its own.
-
-    Args:
-      expansion: of whole weights.
-      operands: whole.
-      axes: of the mesh.
-      sharing: see `check_specs`.
     """
     axes = _with_shared_heads(expansion, axes, sharing)
     shared = max((_names(spec) for spec in expansion.specs), key=len, default=())

@@ -62,41 +62,30 @@ from jax_cp_dispatch.masks import Mask, MaskRanges
 
 
 class TokenRanges(NamedTuple):
-    """The tokens of the sequence that each of a rank's rows sees.
+    """The tokens of the sequence that each of a rank's rows sees."""
 
-    Attributes:
-      bounds: int32 `[B, rows, 2]`, the first one and one past the last; empty for rows that only
-        pad a block. Both in one array, because XLA for CPU compiles an operation on each.
-      is_key: bool `[B, rows]`; whether any row may see this one; None: if it sees any itself.
-      queries: the rows' own tokens, and the queries of every token of the sequence; None: all.
-      fault: `order_error_code` of the tokens; None: known to be in the order of the layout.
-    """
-
+    # int32 `[B, rows, 2]`, the first one and one past the last; empty for rows that only pad a
+    # block. Both in one array, because XLA for CPU compiles an operation on each.
     bounds: Array
+    # bool `[B, rows]`; whether any row may see this one; None: if it sees any itself
     is_key: Array | None = None
+    # The rows' own tokens, and the queries of every token of the sequence; None: all
     queries: KeyQueries | None = None
+    # `order_error_code` of the tokens; None: known to be in the order of the layout
     fault: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """A call, and how its keys rotate; static.
-
-    Attributes:
-      schedule: of the chunks of keys and values; hashable.
-      chunking: how they are cut, and the layout in which a rank's tokens are computed.
-      rearranges: contiguous rows are brought to zigzag order first, and the output back.
-      passes: the options of each step.
-      q_shape: `[B, rows, N, H]`.
-      num_groups, value_size: K and Hv.
-    """
+    """A call, and how its keys rotate; static."""
 
     call: Call
-    schedule: Schedule
-    chunking: Chunking
-    rearranges: bool
-    passes: PassOptions
-    q_shape: tuple[int, int, int, int]
+    schedule: Schedule  # of the chunks of keys and values; hashable
+    chunking: Chunking  # how they are cut, and the layout in which a rank's tokens are computed
+    rearranges: bool  # contiguous rows are brought to zigzag order first, and the output back
+    passes: PassOptions  # the options of each step
+    q_shape: tuple[int, int, int, int]  # `[B, rows, N, H]`
+    # K and Hv
     num_groups: int
     value_size: int
 

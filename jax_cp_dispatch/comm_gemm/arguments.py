@@ -231,11 +231,9 @@ def choose_overlaps(
 ) -> tuple[CommOverlapConfig, CommOverlapConfig]:
     """Returns how a matmul communicates, and how the matmul in its derivative in x does.
 
-    Args:
-      options: of the caller.
-      shape: rows of all ranks of one group, K and N of one rank's weight.
-      slot_rows: rows of all ranks if every one has as many as the largest.
-      dtype, partial: names of the types in which x moves, and partial sums.
+    `shape` has the rows of all ranks of one group, K and N of one rank's weight; `slot_rows` are
+    those of all ranks if every one has as many as the largest. x moves as `dtype`, partial sums as
+    `partial`.
     """
     op, gathers = options.op, options.gathers
     other = "matmul_reduce_scatter" if gathers else "all_gather_matmul"

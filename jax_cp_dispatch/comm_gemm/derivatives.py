@@ -51,11 +51,8 @@ _with_own_derivative: Any = functools.partial(jax.custom_vjp, nondiff_argnums=(0
 def matmul(s: Matmul, keeps: bool, x, w, bias, scales):
     """Returns the product, and the gathered x, as it is multiplied, if it `keeps` that, or None.
 
-    Args:
-      s, keeps: static.
-      x, bias: of one rank, or of all.
-      w: the weights, as a tuple.
-      scales: `Scales`, or None.
+    x and the bias are of one rank, or of all; w is a tuple of weights; scales are `Scales`, or
+    None.
     """
     run = product_of_rank if s.mesh is None else _partition_product
     if s.is_scaled and s.gathers:
@@ -172,10 +169,7 @@ class Scales(NamedTuple):
 def use_scales(dy_dtype: str, axes: tuple[str, ...], state: MatmulScaling) -> Scales:
     """Returns the state's scales; their cotangents are amaxes, which give the next state.
 
-    Args:
-      dy_dtype: 8-bit type of the result's gradient.
-      axes: the mesh axes whose ranks share the state.
-      state: of x, w and dy.
+    `dy_dtype` is the 8-bit type of the result's gradient. The ranks of `axes` share the state.
     """
     scales = (state.x.scale, state.w.scale, state.dy.scale)
     return Scales(*vary_alike(scales, also=axes))
@@ -210,11 +204,8 @@ def _with_examples(run: Callable[..., Any], *, has_dy: bool = False):
 
     If only x is mapped, the new dimension becomes a batch dimension. If weights are mapped, it is
     the first dimension of all arrays, which `run` recognizes by the dimensions of w. The same holds
-    for derivatives, where each example has its own gradient of w.
-
-    Args:
-      run: function of static parts, x, w and other arrays, some of which may be None.
-      has_dy: the last array is the gradient of the result.
+    for derivatives, where each example has its own gradient of w: with `has_dy`, the last array is
+    that of the result. Arrays after w may be None.
     """
 
     def call(s, *arrays, **static):

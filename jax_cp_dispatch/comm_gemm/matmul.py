@@ -244,16 +244,13 @@ class MatmulOperands:
 
         all_gather_matmul:      x [*batch, M, K],   several w [K, *N], each with a bias [*N]
         matmul_reduce_scatter:  x [*batch, M, *K],  one w [*K, N], with a bias [N]
-
-    Attributes:
-      x: the tokens.
-      ws, biases: the weights, and for each a bias or None.
-      num_contracted: how many dimensions are contracted, the last of x with the first of w.
     """
 
-    x: Any
+    x: Any  # the tokens
+    # The weights, and for each a bias or None
     ws: tuple[Any, ...]
     biases: tuple[Any, ...]
+    # How many dimensions are contracted, the last of x with the first of w
     num_contracted: int = dataclasses.field(metadata={"static": True})
 
     @property

@@ -88,45 +88,32 @@ def collapse(shape: tuple[int, ...], boundary: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
-    """The static parts of one gemm.
+    """The static parts of one gemm."""
 
-    Attributes:
-      op: the public function, for messages.
-      comm: the ranks; without axes the call does not communicate.
-      overlap: how it communicates.
-      lhs_boundary, rhs_boundary: leading dimensions that are rows.
-      lhs_transposed: the contracted dimensions of lhs are its rows, not its columns.
-      rhs_transposed: the contracted dimensions of rhs are its columns, not its rows.
-      out_shape, out_dtype: of the output; with communication, columns are its last dimension.
-      row_counts: rows of each rank's chunk, per batch.
-      num_batches: batches into which every rank's rows are divided.
-      in_ring_order: chunks are in the order in which the atomic ring processes them.
-      gathers_to_aux: the gathered lhs is also a result.
-      scaling_mode: how operands are scaled.
-      fuse_bias: a bias is added. With `grad`, its gradient is a result instead: the sum of the
-        output's rows with `fuse_gelu`, else the sum of the rows of rhs.
-      fuse_gelu: the output is GELU of the product, which is also a result. With `grad`, the output
-        is the product times GELU's derivative at `gelu_input`.
-      use_split_accumulator: sum 8-bit operands in float32; for GPUs only, as CPUs always do.
-    """
-
-    op: str
-    comm: Communicator
+    op: str  # the public function, for messages
+    comm: Communicator  # the ranks; without axes the call does not communicate
+    # Leading dimensions that are rows
     lhs_boundary: int = 1
     rhs_boundary: int = 1
+    # Of the output; with communication, columns are its last dimension
     out_shape: tuple[int, ...]
     out_dtype: str
-    overlap: CommOverlapConfig = _NO_OVERLAP
-    lhs_transposed: bool = False
-    rhs_transposed: bool = False
-    row_counts: tuple[int, ...] = ()
-    num_batches: int = 1
-    in_ring_order: bool = False
-    gathers_to_aux: bool = False
-    scaling_mode: ScalingMode = ScalingMode.NO_SCALING
+    overlap: CommOverlapConfig = _NO_OVERLAP  # how it communicates
+    lhs_transposed: bool = False  # the contracted dimensions of lhs are its rows, not its columns
+    rhs_transposed: bool = False  # the contracted dimensions of rhs are its columns, not its rows
+    row_counts: tuple[int, ...] = ()  # rows of each rank's chunk, per batch
+    num_batches: int = 1  # batches into which every rank's rows are divided
+    in_ring_order: bool = False  # chunks are in the order in which the atomic ring processes them
+    gathers_to_aux: bool = False  # the gathered lhs is also a result
+    scaling_mode: ScalingMode = ScalingMode.NO_SCALING  # how operands are scaled
+    # A bias is added. With `grad`, its gradient is a result instead: the sum of the output's rows
+    # with `fuse_gelu`, else the sum of the rows of rhs.
     fuse_bias: bool = False
+    # The output is GELU of the product, which is also a result. With `grad`, the output is the
+    # product times GELU's derivative at `gelu_input`.
     fuse_gelu: bool = False
     grad: bool = False
+    # Sum 8-bit operands in float32; for GPUs only, as CPUs always do
     use_split_accumulator: bool = True
 
     @property

@@ -44,32 +44,24 @@ FORWARD_DTYPE = "float8_e4m3fn"
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The static parts of a differentiable matmul.
+    """The static parts of a differentiable matmul."""
 
-    Attributes:
-      op: the public function, for messages.
-      comm: the ranks.
-      row_counts: see `GemmCall`.
-      overlap, backward: how the matmul communicates, and the one in its derivative.
-      out_dtype: of the result.
-      keeps_gathered: the gathered lhs is kept for the derivative instead of gathered again.
-      rhs_transposed: w is [N, K].
-      scaling_mode: how x and w become 8 bits; then they have types as follows.
-      x_dtype, dy_dtype: 8-bit type of x, and of the result's gradient.
-      mesh: of global arrays, which hold the rows of all ranks; None: arrays are one rank's.
-    """
-
-    op: str
-    comm: Communicator
-    row_counts: tuple[int, ...]
+    op: str  # the public function, for messages
+    comm: Communicator  # the ranks
+    row_counts: tuple[int, ...]  # see `GemmCall`
+    # How the matmul communicates, and the one in its derivative
     overlap: CommOverlapConfig
     backward: CommOverlapConfig
-    out_dtype: str
+    out_dtype: str  # of the result
+    # The gathered lhs is kept for the derivative instead of gathered again
     keeps_gathered: bool = True
-    rhs_transposed: bool = False
+    rhs_transposed: bool = False  # w is [N, K]
+    # How x and w become 8 bits; then they have types as follows
     scaling_mode: ScalingMode = ScalingMode.NO_SCALING
+    # 8-bit type of x, and of the result's gradient
     x_dtype: str = FORWARD_DTYPE
     dy_dtype: str = FORWARD_DTYPE
+    # Of global arrays, which hold the rows of all ranks; None: arrays are one rank's
     mesh: Any = None
 
     def call(self, x, out_shape, out_dtype, **changes) -> GemmCall:

@@ -171,12 +171,7 @@ def _pairs_of_arrays(
     owner: Int64[np.ndarray, " num_blocks"],
     mask: Mask,
 ) -> Float64[np.ndarray, "num_ranks num_ranks"]:
-    """`rank_pairs` of a mask with arrays, `[1, T]`.
-
-    Args:
-      cuts: the first token of each block, and the end.
-      owner: the rank that holds each block.
-    """
+    """`rank_pairs` of a mask with arrays, `[1, T]`; blocks end at `cuts`, and have an owner."""
     num_ranks = int(owner.max()) + 1
     pairs = np.zeros((num_ranks, num_ranks))
     used = sum(lengths)

@@ -18,20 +18,14 @@ _MOST_ROWS = np.iinfo(np.int32).max
 
 
 class DocumentTable(NamedTuple):
-    """The documents of a batch `[batch, columns]`; all other tokens are padding.
+    """The documents of a batch `[batch, columns]`; all other tokens are padding."""
 
-    Attributes:
-      lengths: tokens of each document.
-      first: index of its first token in the batch, row by row; ascending.
-      ids: its segment id, by `number_ids`; lengths are numbered from 1 in each batch row.
-      given_ids: the same as given, for messages.
-      batch, columns: shape of the batch.
-    """
-
-    lengths: Int[np.ndarray, " D"]
-    first: Int[np.ndarray, " D"]
+    lengths: Int[np.ndarray, " D"]  # tokens of each document
+    first: Int[np.ndarray, " D"]  # index of its first token in the batch, row by row; ascending
+    # Its segment id, by `number_ids`; lengths are numbered from 1 in each batch row
     ids: Int32[np.ndarray, " D"]
-    given_ids: Integer[np.ndarray, " D"]
+    given_ids: Integer[np.ndarray, " D"]  # the same as given, for messages
+    # Shape of the batch
     batch: int
     columns: int
 
@@ -87,10 +81,8 @@ def document_table(
 ) -> DocumentTable:
     """Returns the documents given by their lengths, or by segment ids and positions.
 
-    Documents of lengths are consecutive in each batch row, and padding follows them.
-
-    Raises:
-      TypeError, ValueError: the arguments do not match, or the ranks cannot share the columns.
+    Documents of lengths are consecutive in each batch row, and padding follows them. Arguments that
+    do not match, and columns that the ranks cannot share, are errors.
     """
     check_positive(op, world_size=world_size)
     require_host(op, lengths=lengths)

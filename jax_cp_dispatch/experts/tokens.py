@@ -328,10 +328,7 @@ def _weighted_backward(
 ) -> tuple[Array, list[Array]]:
     """Returns the gradients of the weight of each row, and of the rows.
 
-    Args:
-      arrays: the rows.
-      gradients: at each row, those of the sum that it is part of.
-      weights: of each row.
+    `gradients` are, at each row, those of the sum that it is part of.
     """
     products, dys = [], []
     for y, dy in zip(arrays, gradients, strict=True):

@@ -117,16 +117,12 @@ def has_tracers(*arrays: Any) -> bool:
 
 
 class Order(NamedTuple):
-    """The order of tokens; static.
+    """The order of tokens; static."""
 
-    Attributes:
-      name: "packed": one document after another. "zigzag": see `zigzag_permutation`. "placed": as
-        `place_tokens` has placed them.
-      num_ranks: of zigzag order; else 0.
-    """
-
+    # "packed": one document after another. "zigzag": see `zigzag_permutation`. "placed": as
+    # `place_tokens` has placed them.
     name: str
-    num_ranks: int = 0
+    num_ranks: int = 0  # of zigzag order; else 0
 
     @property
     def layout(self) -> str:

@@ -290,17 +290,9 @@ def balance_blocks(
     With a limit of keys, blocks that exceed it stay at home, which costs balance. Beside the keys
     of all its own queries, a rank has room for those that it gets.
 
-    Call anywhere, also under `jax.jit`. All sums are of integers, so equal inputs give equal
-    assignments. Not differentiable.
-
-    Args:
-      cost: of block j of rank w in batch row b; the sum is below 2**30.
-      num_rows: rows that move with the block; 0 if there is nothing to compute.
-      row_limit: maximum rows of a rank in the last step.
-      tolerance: fraction by which the largest cost may exceed the mean.
-      keys: of the blocks, and their limit; None: no assignment exceeds it.
-    Returns:
-      The rank that computes the block.
+    All sums are of integers, so equal inputs give equal assignments: the rank that computes each
+    block. The sum of `cost` is below 2**30; `num_rows` move with a block, 0 if there is nothing to
+    compute. Without `keys`, no assignment exceeds a limit of them. Not differentiable.
     """
     num_batch, num_ranks, num_blocks = cost.shape
     grouped = lambda x: x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)  # by rank
@@ -348,10 +340,8 @@ def _repair(
 ) -> Int32[Array, " G"]:
     """Moves single blocks from the most to the least loaded rank while this reduces the maximum.
 
-    Args:
-      sizes: cost and rows of each block, and its keys if they are limited.
-      held: the same of each rank; it may keep the keys of blocks that it gives.
-      limits: of rows, and of keys.
+    `sizes` are cost and rows of each block, and its keys if they are limited; `held` the same of
+    each rank, which may keep the keys of blocks that it gives.
     """
     cost, num_ranks = sizes[0], held.shape[1]
     ranks = jnp.arange(num_ranks, dtype=jnp.int32)
@@ -392,30 +382,20 @@ def _repair(
 
 
 class SeenColumns(NamedTuple):
-    """Keys of each column, which never decrease in global order, and contain its own.
+    """Keys of each column, which never decrease in global order, and contain its own."""
 
-    Attributes:
-      first: the first key of the column and of later ones; -1 at padding.
-      last: one past the last key of the column and of earlier ones; None: its own key.
-      pairs: keys that the query sees; None: all of these.
-      lengths: tokens of its document; None: its keys do not depend on them.
-      ranges: of a mask with arrays, what the column sees; empty at padding.
-    """
-
-    first: Int32[Array, "B T"]
+    first: Int32[Array, "B T"]  # the first key of the column and of later ones; -1 at padding
+    # One past the last key of the column and of earlier ones; None: its own key
     last: Int32[Array, "B T"] | None = None
-    pairs: Int32[Array, "B T"] | None = None
+    pairs: Int32[Array, "B T"] | None = None  # keys that the query sees; None: all of these
+    # Tokens of its document; None: its keys do not depend on them
     lengths: Int32[Array, "B T"] | None = None
+    # Of a mask with arrays, what the column sees; empty at padding
     ranges: MaskRanges | None = None
 
 
 def seen_columns(mask: Mask, starts: Int32[Array, "B T"]) -> SeenColumns:
-    """Returns what the columns see.
-
-    Args:
-      mask: its arrays, if any, are `[B, T]`.
-      starts: the first column of each column's document; -1 at padding.
-    """
+    """Returns what columns see, whose documents begin at the columns `starts` (-1 at padding)."""
     ranges, live = column_ranges(mask, starts), starts >= 0
     if isinstance(mask, StaticMask):
         first = jnp.where(live, ranges.k_start, -1)
@@ -454,14 +434,7 @@ def seen_by_rows(
     capacities: Capacities,
     ranks: Int32[Array, " held"],
 ) -> MaskRanges:
-    """Returns what the received rows of these ranks see, `[held, rows]`; empty for padding.
-
-    Args:
-      seen: what each column sees, `[B, T]`.
-      received: what ranks receive.
-      grid, capacities: sizes.
-      ranks: all, in order, or one.
-    """
+    """Returns what received rows of `ranks` (all, or one) see, `[held, rows]`; padding nothing."""
     # The keys of a block of queries are adjacent rows: those that earlier blocks of its rank
     # brought, and those that it brings.
     num_blocks, size = grid.num_blocks, capacities.q

@@ -257,11 +257,8 @@ def _received(
 ) -> tuple[Received, list[Int32[Array, " W"]]]:
     """Lists what ranks receive; also each rank's totals of queries, keys, runs and pairs.
 
-    Args:
-      rank: of each block.
-      keys: the first of each block, and one past the last; None: the block's own.
-      counts: runs that begin in each block, and its pairs in the unit of `block_ranges`.
-      grid: the blocks.
+    `keys` are the first of each block, and one past the last (None: the block's own); `counts` are
+    the runs that begin in each block, and its pairs in the unit of `block_ranges`.
     """
     # Sorts take what later steps need of each block along; gathers would compile separately.
     first, last = keys

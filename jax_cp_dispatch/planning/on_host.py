@@ -78,13 +78,9 @@ def _make_plan(
     """Returns a plan, or its part of one rank.
 
     Costs time and memory in proportion to the pieces, and for all ranks W * W counts of rows.
-
-    Args:
-      pieces, spans: what ranks compute, and its keys; see `lay_out`.
-      in_order: a mask with arrays, in the order of the rows that ranks pass to attention.
-      is_placed: whether these rows are the pieces, so that queries stay.
-    Raises:
-      DoesNotFitError: a capacity of the config is too small.
+    `pieces` are what ranks compute and `spans` its keys; see `lay_out`. `in_order` is a mask with
+    arrays, in the order of the rows that ranks pass to attention; if `is_placed`, these are the
+    pieces, so that queries stay. Raises DoesNotFitError if a capacity of the config is too small.
     """
     documents, config, num_ranks = request.documents, request.config, request.num_ranks
     home = home_pieces(documents, num_ranks)
@@ -151,11 +147,8 @@ def fallback_plan(request: PlanRequest, needs: Int32[np.ndarray, " 5"], *, is_pl
     """Returns a plan with `fits` false, of the shapes of all plans with this config.
 
     It moves nothing, and nothing may follow it. Its metadata announces the rows that the batch
-    needs, so if attention uses it nevertheless, the error names them.
-
-    Args:
-      request: of a config with all capacities.
-      needs: of the plan with the best balance, as in `Plan.largest_needs`.
+    needs, so if attention uses it nevertheless, the error names them: those of the best balance, as
+    in `Plan.largest_needs`.
     """
     nothing, num_held = PlannedPieces(*np.zeros((6, 0), np.int64)), len(request.held)
     plan = _make_plan(request, nothing, nothing, None, is_placed=is_placed)

@@ -34,16 +34,11 @@ class QueryTable(NamedTuple):
     """Numbers of the tokens of all documents, one document after another, without padding.
 
     Keys and queries count from the start of their document.
-
-    Attributes:
-      ranges: the keys of each query, and the queries of each key.
-      first: of each document, its first token.
-      pairs_before: of all queries before each, and of all.
     """
 
-    ranges: MaskRanges
-    first: Int64[np.ndarray, " D"]
-    pairs_before: Int64[np.ndarray, " N+1"]
+    ranges: MaskRanges  # the keys of each query, and the queries of each key
+    first: Int64[np.ndarray, " D"]  # of each document, its first token
+    pairs_before: Int64[np.ndarray, " N+1"]  # of all queries before each, and of all
 
     def needed(self, document: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ranges of keys that at least one of the queries [start, end) may see.
@@ -105,29 +100,18 @@ def query_table(mask: Mask, documents: DocumentTable) -> QueryTable:
 
 
 class PlanRequest(NamedTuple):
-    """A batch, the ranks, and the choices of a plan; `with_mask` sets what queries see.
+    """A batch, the ranks, and the choices of a plan; `with_mask` sets what queries see."""
 
-    Attributes:
-      documents: of the batch.
-      positions: of the batch `[B, T]`; None: they count from 0 in each document.
-      num_ranks: number of ranks W.
-      config: the choices of the plan.
-      rank: the rank whose part is made; None: all.
-      mask: which keys of its document a query sees.
-      seen: the mask, if it has closed forms; otherwise its table.
-      beside: the same for other masks, whose work counts, too.
-      layers: the weight of this mask, and of those.
-    """
-
-    documents: DocumentTable
-    positions: Ids | None
-    num_ranks: int
-    config: PlanConfig
-    rank: int | None
-    mask: Mask = Causal()
+    documents: DocumentTable  # of the batch
+    positions: Ids | None  # of the batch `[B, T]`; None: they count from 0 in each document
+    num_ranks: int  # number of ranks W
+    config: PlanConfig  # the choices of the plan
+    rank: int | None  # the rank whose part is made; None: all
+    mask: Mask = Causal()  # which keys of its document a query sees
+    # The mask, if it has closed forms; otherwise its table
     seen: StaticMask | QueryTable = Causal()
-    beside: tuple[PlanRequest, ...] = ()
-    layers: tuple[int, ...] = (1,)
+    beside: tuple[PlanRequest, ...] = ()  # the same for other masks, whose work counts, too
+    layers: tuple[int, ...] = (1,)  # the weight of this mask, and of those
 
     def with_mask(self, mask: Mask) -> PlanRequest:
         """Returns the request of a plan for this mask."""
@@ -223,14 +207,7 @@ def native_problem(
     limits: dict[str, Any],
     layers: Sequence[int] = (1,),
 ) -> Problem:
-    """Returns a problem of `csrc/planner`, with the fields that both have.
-
-    Args:
-      kind: `PlacementProblem` or `QueryProblem`.
-      requests: what the plan of each mask is made of.
-      limits: fields that are set unless they are None.
-      layers: the weight of each mask.
-    """
+    """Returns a problem of `csrc/planner` for plans of all masks; `limits` may be None."""
     request, config, documents = requests[0], requests[0].config, requests[0].documents
     speeds = np.array(config.rank_speeds or [1.0] * request.num_ranks)
     fields = {
@@ -390,12 +367,8 @@ def by_slot(
 ) -> dict[str, Int[np.ndarray, "held slots"]]:
     """Returns tables with the entries of each rank in a row, in their order.
 
-    Args:
-      ranks: of each entry.
-      columns: by the name of a table, the value of each entry, and that of unused slots.
-      num_ranks: rows of a table.
-      num_slots: at least the entries of any rank.
-      rank: the only one whose row is made; None: all.
+    Columns have the value of each entry, and that of unused slots. With `rank`, only its row is
+    made.
     """
     order = np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
     row = ranks[order] - (rank or 0)
@@ -494,10 +467,7 @@ def make_metadata(
 def num_moved(op: str, metadata: Metadata, ranks_per_node: int = 1) -> int:
     """Returns the rows that move between nodes, by default between ranks; each copy counts.
 
-    For stacked plans, it is the sum. Read outside `jit`.
-
-    Raises:
-      ValueError: this is one rank's part of a plan.
+    For stacked plans, it is the sum. One rank's part of a plan is an error. Read outside `jit`.
     """
     received = np.asarray(metadata.num_recv_tokens)[..., :-1]
     held, num_ranks = received.shape[-2:]
@@ -540,15 +510,9 @@ def static_sizes(
 ) -> dict[str, int]:
     """Returns the sizes in the config if sufficient; else needs, rounded up to share programs.
 
-    Args:
-      op: the public function, for error messages.
-      request: its config has sizes, or None.
-      needs: of each rank, by the names of sizes.
-      actions: what a rank would do, with `{}` for its need; in the order of their checks.
-      steps: the smallest step of rounding, if it is not 8; larger needs are rounded up by at most
-        1/8.
-    Raises:
-      DoesNotFitError: a given size is too small.
+    `actions` say what a rank would do, with `{}` for its need, in the order of their checks.
+    `steps` are the smallest steps of rounding, if not 8; larger needs are rounded up by at most
+    1/8. A given size that is too small raises DoesNotFitError.
     """
     sizes = {}
     for name, action in actions.items():
@@ -604,15 +568,10 @@ def check_longest_keys(op: str, request: PlanRequest) -> None:
 def pieces_fingerprint(
     request: PlanRequest, computed: PlannedPieces, held: PlannedPieces, in_order: Mask | None = None
 ) -> Int32[np.ndarray, "W F"]:
-    """Returns the fingerprint of a plan of all ranks.
+    """Returns the fingerprint of a plan of all ranks; positions of padding do not count.
 
-    Positions of padding do not count.
-
-    Args:
-      request: with the segment ids and positions of the batch.
-      computed: where each piece is computed.
-      held: the order of the rows that ranks pass to attention.
-      in_order: a mask of arrays, in this order.
+    Pieces are `computed` on a rank, and `held` in the order of the rows that ranks pass to
+    attention, which is the order of the mask `in_order`, too.
     """
     documents, num_ranks = request.documents, request.num_ranks
     rank, document, start, end, row, _ = held.take(np.lexsort((held.row, held.rank)))

@@ -23,21 +23,16 @@ _MOST_ROWS = 2**30
 
 
 class LocalRuns(NamedTuple):
-    """The runs of one rank.
+    """The runs of one rank."""
 
-    Attributes:
-      row: the first row of each run, ascending; unused runs have the number of rows, or more.
-      position: the place in its document of that row's token; -1 in a run of padding.
-      origin: the received row where the document starts, or would start.
-      num_rows: rows in use; all others are padding. -1: a fallback, see `key_ranges`.
-      length: tokens of the document; None if the mask is causal.
-    """
-
+    # The first row of each run, ascending; unused runs have the number of rows, or more
     row: Int32[Any, " P"]
+    # The place in its document of that row's token; -1 in a run of padding
     position: Int32[Any, " P"]
-    origin: Int32[Any, " P"]
+    origin: Int32[Any, " P"]  # the received row where the document starts, or would start
+    # Rows in use; all others are padding. -1: a fallback, see `key_ranges`.
     num_rows: Int32[Any, ""]
-    length: Int32[Any, " P"] | None = None
+    length: Int32[Any, " P"] | None = None  # tokens of the document; None if the mask is causal
 
 
 def local_runs(plan: Any, rank: Any) -> LocalRuns:
@@ -68,14 +63,9 @@ def key_ranges(
 ) -> tuple[Int32[Any, " size"], Int32[Any, " size"], Int32[Any, " size"], Int32[Any, " size"]]:
     """Returns the first and last + 1 received key of each of `size` rows; (0, 0) for padding.
 
-    Then the `origin` of its document, and its place there; any numbers for padding.
-
-    In a fallback, which nothing may follow, all rows attend to row 0: it is NaN if no error can be
-    raised.
-
-    Args:
-      runs: of one rank; with their `length` unless the mask is causal.
-      mask: which keys a query sees.
+    Then the `origin` of its document, and its place there; any numbers for padding. Runs have their
+    `length` unless the mask is causal. In a fallback, which nothing may follow, all rows attend to
+    row 0: it is NaN if no error can be raised.
     """
     row, position, origin, num_rows, length = runs
     on_host = all(isinstance(x, np.ndarray | np.generic) for x in (row, position, origin, num_rows))
@@ -142,13 +132,8 @@ def row_ranges(
 ) -> MaskRanges | None:
     """Returns what the received queries and keys of each rank see, in its rows; `[held, rows]`.
 
-    None for a mask of numbers: its ranges follow from the runs of a plan.
-
-    Args:
-      request: what the plan is made of.
-      pieces: the queries of each rank. Those of a document need to be in order.
-      spans: its keys, by `lay_out`.
-      num_queries, num_keys: rows of a rank.
+    None for a mask of numbers: its ranges follow from the runs of a plan. The pieces of a document
+    need to be in order; `spans` are its keys, by `lay_out`.
     """
     table = request.seen
     if not isinstance(table, QueryTable):
@@ -188,16 +173,11 @@ NUM_COLUMNS = 9
 
 
 class CutPieces(NamedTuple):
-    """The pieces that are not whole documents, by document and place in it.
+    """The pieces that are not whole documents, by document and place in it."""
 
-    Attributes:
-      columns: see above.
-      held: cut pieces of each rank.
-      linked: pieces on other ranks of the documents of each rank's cut pieces.
-    """
-
-    columns: Int[np.ndarray, "C 9"]
-    held: Int[np.ndarray, " W"]
+    columns: Int[np.ndarray, "C 9"]  # see above
+    held: Int[np.ndarray, " W"]  # cut pieces of each rank
+    # Pieces on other ranks of the documents of each rank's cut pieces
     linked: Int[np.ndarray, " W"]
 
 

@@ -71,16 +71,13 @@ def exchange_of(op: str, call: LayerOptions) -> CollectiveOptions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """The state of a call.
+    """The state of a call."""
 
-    Attributes:
-      initial: before the first document of each batch row, [B, ...]; None: documents begin here.
-      is_returned: whether the call returns that behind the last ones (static).
-      head_axis: of its arrays (static).
-    """
-
+    # Before the first document of each batch row, [B, ...]; None: documents begin here
     initial: Any = None
+    # Whether the call returns that behind the last ones (static)
     is_returned: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Of its arrays (static)
     head_axis: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
@@ -89,13 +86,7 @@ class Carried:
 
 
 def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
-    """Requires an initial state with the arrays of `like`; those of a float dtype may differ in it.
-
-    Args:
-      op, next_step: for messages.
-      state: the caller's, or None.
-      like: a pytree of `jax.ShapeDtypeStruct`.
-    """
+    """Requires an initial state with the shapes of `like`, and its dtypes, or also other floats."""
     if state is None:
         return
     kind = lambda x: jnp.floating if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
@@ -113,26 +104,19 @@ def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer as a hashable object.
+    """A layer as a hashable object."""
 
-    Attributes:
-      exchange: the op, its axis, and how to move.
-      run: the function of one rank, of (exchange, pieces, tokens, weights, carried); it returns the
-        result, and its contribution to the state that is returned.
-      num_heads: of the output; None: there are no groups of heads.
-      grouped: names of arrays with fewer heads, each of which serves several.
-      like_tokens: whether the result, and the state, have the structure of the tokens; else the
-        result is one array.
-      moves: whether it exchanges anything between several ranks.
-      checks_order: whether the ranks check the order of the documents; not if the host has.
-    """
-
-    exchange: CollectiveOptions
+    exchange: CollectiveOptions  # the op, its axis, and how to move
+    # The function of one rank, of (exchange, pieces, tokens, weights, carried); it returns the
+    # result, and its contribution to the state that is returned
     run: Callable[..., Any]
-    num_heads: int | None = None
-    grouped: tuple[str, ...] = ()
+    num_heads: int | None = None  # of the output; None: there are no groups of heads
+    grouped: tuple[str, ...] = ()  # names of arrays with fewer heads, each of which serves several
+    # Whether the result, and the state, have the structure of the tokens; else the result is one
+    # array
     like_tokens: bool = False
-    moves: bool = True
+    moves: bool = True  # whether it exchanges anything between several ranks
+    # Whether the ranks check the order of the documents; not if the host has
     checks_order: bool = True
 
 
@@ -141,12 +125,8 @@ def call_layer(
 ) -> Any:
     """Computes the layer; returns its result, or (result, state).
 
-    Args:
-      layer: what to compute.
-      tokens: arrays [B, T, ...] of this rank, or of all; the heads, if any, are axis 2.
-      weights: arrays that all ranks have; the last axis is that of the heads.
-      carried: the state before and behind.
-      call: the documents and the mesh.
+    Tokens are arrays [B, T, ...] of this rank, or of all; the heads, if any, are axis 2. All ranks
+    have the weights, whose last axis is that of the heads.
     """
     op, names, given = layer.exchange.op, layer.exchange.axis_names, call.get("documents")
     shape = jax.tree.leaves(tokens)[0].shape[:2]

@@ -47,20 +47,16 @@ class ChainPieces:
     one of `later`. One that may continue in the next is cut behind its last piece, which is one of
     `earlier`. The slot of their batch row is free: on this rank, no token of the row comes before
     the one, and none behind the other.
-
-    Attributes:
-      exchange: options of the call (static).
-      pieces: of all ranks.
-      later, earlier: those of this rank that continue earlier ones, and that later ones continue.
-      opening: which pieces of `later` the initial states enter; None: there are none.
-      closing: behind which pieces of `earlier` the call returns the state; None: behind none.
     """
 
+    # Options of the call (static)
     exchange: CollectiveOptions = dataclasses.field(metadata={"static": True})
-    pieces: Pieces
+    pieces: Pieces  # of all ranks
+    # Those of this rank that continue earlier ones, and that later ones continue
     later: Cuts
     earlier: Cuts
-    opening: Any = None
+    opening: Any = None  # which pieces of `later` the initial states enter; None: there are none
+    # Behind which pieces of `earlier` the call returns the state; None: behind none
     closing: Any = None
 
     @classmethod
@@ -123,11 +119,9 @@ class ChainPieces:
     ) -> PyTree[Shaped[Array, "P ..."]]:
         """Returns the state before each piece of `later`, in one exchange.
 
-        Args:
-          states: after each piece of `earlier` that is the first of its document.
-          maps: of the others.
-          apply: returns the state after a piece, from its map and the state before.
-          initial: before the opening pieces, from another call.
+        `states` are after each piece of `earlier` that is the first of its document; the others
+        have `maps`, by which `apply` computes the state after a piece from that before. `initial`
+        is before the opening pieces, from another call.
         """
         if self.pieces.world_size == 1:
             none = jax.tree.map(jnp.zeros_like, states)
@@ -229,19 +223,12 @@ def _follows(earlier: Cuts, later: Cuts) -> Array:
 
 
 class Links(NamedTuple):
-    """The cut pieces of this rank in chunks.
+    """The cut pieces of this rank in chunks."""
 
-    Attributes:
-      cuts: the pieces, and the exchange of their maps.
-      later: the pieces that continue earlier ones.
-      earlier: the pieces that later ones continue.
-      decays: the maps of `earlier`, if rows read nothing; else None.
-    """
-
-    cuts: ChainPieces
-    later: ChunkSpan
-    earlier: ChunkSpan
-    decays: Float[Array, "P N F"] | None
+    cuts: ChainPieces  # the pieces, and the exchange of their maps
+    later: ChunkSpan  # the pieces that continue earlier ones
+    earlier: ChunkSpan  # the pieces that later ones continue
+    decays: Float[Array, "P N F"] | None  # the maps of `earlier`, if rows read nothing; else None
 
     @property
     def crosses(self) -> ChunkSpan:

@@ -40,22 +40,16 @@ def across(x: Array) -> Array:
 
 
 class ChunkSpan(NamedTuple):
-    """Pieces of this rank in chunks, [P].
+    """Pieces of this rank in chunks, [P]."""
 
-    Attributes:
-      first, last: the first and last chunk of each piece.
-      places: the one of them where a state enters or leaves it, and its group of rows.
-      row: its last row, in its chunk.
-      used: whether there is such a piece.
-      mask: 1 for its rows in that chunk.
-    """
-
+    # The first and last chunk of each piece
     first: Int32[Array, " P"]
     last: Int32[Array, " P"]
+    # The one of them where a state enters or leaves it, and its group of rows
     places: Int32[Array, "P 2"]
-    row: Int32[Array, " P"]
-    used: Bool[Array, " P"]
-    mask: Float[Array, "P 1 C 1"]
+    row: Int32[Array, " P"]  # its last row, in its chunk
+    used: Bool[Array, " P"]  # whether there is such a piece
+    mask: Float[Array, "P 1 C 1"]  # 1 for its rows in that chunk
 
     def chunk(self) -> At:
         """Returns where arrays [n, G, ...] have what belongs to the chunk of each piece."""
@@ -78,22 +72,15 @@ class ChunkSpan(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks of rows [G, L]: n for each group, of C rows; the last is padded.
+    """The chunks of rows [G, L]: n for each group, of C rows; the last is padded."""
 
-    Attributes:
-      num_rows: L (static).
-      in_slice: chunks that are computed together, a divisor of n (static).
-      ids: i32 [n, G, C]; the piece of each row.
-      into: [n, G, 1, C, 1]; 1 for the rows of a piece that entered the chunk from the one before,
-        else 0.
-      last: [n, G, 1, C, 1]; 1 for the rows of the piece of the last row, else 0.
-    """
-
-    num_rows: int = dataclasses.field(metadata={"static": True})
+    num_rows: int = dataclasses.field(metadata={"static": True})  # L (static)
+    # Chunks that are computed together, a divisor of n (static)
     in_slice: int = dataclasses.field(metadata={"static": True})
-    ids: Any
+    ids: Any  # i32 [n, G, C]; the piece of each row
+    # [n, G, 1, C, 1]; 1 for the rows of a piece that entered the chunk from the one before, else 0
     into: Any
-    last: Any
+    last: Any  # [n, G, 1, C, 1]; 1 for the rows of the piece of the last row, else 0
 
     @property
     def size(self) -> int:
@@ -335,19 +322,14 @@ def _sums(inside: Float[Array, "C C"], x: Float[Array, "batch C H"]) -> Float[Ar
 class Steps(NamedTuple):
     """How the state S [H, V] of a head changes over the rows of each chunk.
 
-        new = u - w S    what the rows add, after what they read
-        S'  = d S + kd^T new
-
-    Attributes:
-      u: what the rows add to a state of zero.
-      w: what they read; None if they read nothing.
-      kd: keys, decayed to the end of their piece or chunk.
-      into: decay from the start of the piece, or of the chunk, through each row.
+    new = u - w S    what the rows add, after what they read
+    S'  = d S + kd^T new
     """
 
-    u: Float[Array, "n G N C V"]
-    w: Float[Array, "n G N C H"] | None
-    kd: Float[Array, "n G N C H"]
+    u: Float[Array, "n G N C V"]  # what the rows add to a state of zero
+    w: Float[Array, "n G N C H"] | None  # what they read; None if they read nothing
+    kd: Float[Array, "n G N C H"]  # keys, decayed to the end of their piece or chunk
+    # Decay from the start of the piece, or of the chunk, through each row
     into: Float[Array, "n G N C F"]
 
 
@@ -361,14 +343,8 @@ def walk(
 ) -> tuple[Float[Array, "n G N H V"], Float[Array, "n G N C V"]]:
     """Walks through the chunks, in all groups and heads together.
 
-    Args:
-      steps: of every chunk.
-      chunks: the pieces.
-      later: the pieces that do not start from zero; None: all do.
-      entering: their states.
-      active: the chunks to walk through; None is all.
-    Returns:
-      The state before each chunk, and what its rows add.
+    The pieces `later` start from the states `entering`, others from zero. Chunks that are not
+    active are skipped; None: all are. Returns the state before each chunk, and what its rows add.
     """
     u, w, kd, _ = steps
     start = jnp.zeros((*kd.shape[1:3], kd.shape[-1], u.shape[-1]), u.dtype)

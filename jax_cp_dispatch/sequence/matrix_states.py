@@ -164,17 +164,12 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A recurrence of matrices on one rank.
+    """A recurrence of matrices on one rank."""
 
-    Attributes:
-      prepare: returns the steps of chunks, their queries, scores and log decays; see `_delta_rule`.
-      scale: factor on the output.
-      chunk: rows of a chunk.
-    """
-
+    # Returns the steps of chunks, their queries, scores and log decays; see `_delta_rule`
     prepare: Callable[..., tuple[Steps, Array, Array, Array | None]]
-    scale: float
-    chunk: int
+    scale: float  # factor on the output
+    chunk: int  # rows of a chunk
 
     def __call__(
         self,

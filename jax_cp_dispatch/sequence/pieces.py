@@ -43,26 +43,17 @@ from jax_cp_dispatch.planning.runs import local_runs
 
 
 class Cuts(NamedTuple):
-    """Cut pieces, arrays [X]; `document` is -1 in unused entries.
+    """Cut pieces, arrays [X]; `document` is -1 in unused entries."""
 
-    Attributes:
-      document: a number that only the pieces of one document share.
-      start: tokens of the document before the piece.
-      length: tokens of the piece.
-      row: its first row on its rank.
-      rank: its rank.
-      slot: its number there; in several groups of rows, the number of the group.
-      order: its number among the pieces of the document.
-      base: the row where its rank receives what the earlier pieces send, in order.
-    """
-
-    document: Int32[Array, "..."]
-    start: Int32[Array, "..."]
-    length: Int32[Array, "..."]
-    row: Int32[Array, "..."]
-    rank: Int32[Array, "..."]
+    document: Int32[Array, "..."]  # a number that only the pieces of one document share
+    start: Int32[Array, "..."]  # tokens of the document before the piece
+    length: Int32[Array, "..."]  # tokens of the piece
+    row: Int32[Array, "..."]  # its first row on its rank
+    rank: Int32[Array, "..."]  # its rank
+    # Its number there; in several groups of rows, the number of the group
     slot: Int32[Array, "..."]
-    order: Int32[Array, "..."]
+    order: Int32[Array, "..."]  # its number among the pieces of the document
+    # The row where its rank receives what the earlier pieces send, in order
     base: Int32[Array, "..."]
 
     @property
@@ -197,12 +188,8 @@ def find_pieces(
 ) -> Pieces:
     """Returns the pieces of this rank's rows [B, T]: from the plan of a placement, or from ids.
 
-    Args:
-      exchange: options of the call.
-      given: the documents; without segment ids, a batch row is one document.
-      shape: B and T.
-      checks_order: whether the ranks check that documents are in this order.
-      finds_row_ends: whether the pieces need `Pieces.row_ends`.
+    Without segment ids, a batch row is one document. Ranks check the order of the documents, and
+    find `Pieces.row_ends`, if that is asked for.
     """
     segment_ids, positions = given.segment_ids, given.positions
     if given.plan is not None:
@@ -512,10 +499,8 @@ def _chunk_ends(starts: Int32[Array, "B L"]) -> dict[str, Int32[Array, " B"]]:
 def _find_row_ends(edges: dict[str, Int32[Array, "B C"]], later: Cuts, rows: int) -> RowEnds:
     """Returns where the first and the last document of each batch row begin and end.
 
-    Args:
-      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_ends`.
-      later: the pieces that continue others, of all ranks, for each chunk its first.
-      rows: tokens of a chunk.
+    `edges` are of all chunks, in the order of the sequence, with `_chunk_ends`; `later` has, for
+    each chunk, its first piece, if that continues another; `rows` are tokens of a chunk.
     """
     shape = batch, num_chunks = edges["end"].shape
     document, before = (x.reshape(shape) for x in (later.document, later.start))
@@ -579,12 +564,9 @@ def _are_in_order(
 ) -> Bool[Array, ""]:
     """Whether each document is one run, the same on all ranks.
 
-    Args:
-      exchange: options of the call.
-      layout: of the tokens.
-      documents: segment ids and positions of this rank's columns, for the gather.
-      edges: of the chunks of all ranks, in the order of the sequence, with `_chunk_order`.
-      continues: whether the first document of a chunk continues the last of the chunk before.
+    `documents` are those of this rank, for the gather; `edges` of all chunks, in the order of the
+    sequence, with `_chunk_order`; `continues`: whether the first document of a chunk continues the
+    last of the chunk before.
     """
     before = jnp.pad(running_max(edges["highest"])[:, :-1], ((0, 0), (1, 0)))
     follows = (edges["lowest"] > before) | ((edges["lowest"] == before) & continues)

@@ -151,14 +151,11 @@ def check_decay(op: str, log_decay: Any, call: LayerOptions) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Recur:
-    """The recurrence of one rank's rows; hashable.
+    """The recurrence of one rank's rows; hashable."""
 
-    Attributes:
-      kernel: `(inputs, ids, cuts, initial) -> (outputs, states)`, of rows [G, L, ...] whose pieces
-        have these ids [G, L]. Without `cuts`, all pieces start from zero. The initial states
-        [P, ...] enter the opening ones; the states are those behind the closing ones, [P, ...].
-    """
-
+    # `(inputs, ids, cuts, initial) -> (outputs, states)`, of rows [G, L, ...] whose pieces have
+    # these ids [G, L]. Without `cuts`, all pieces start from zero. The initial states [P, ...]
+    # enter the opening ones; the states are those behind the closing ones, [P, ...].
     kernel: Callable[..., tuple[Any, Any]]
 
     @jax.named_scope("cpd.recurrence")

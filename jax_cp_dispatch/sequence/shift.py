@@ -47,15 +47,9 @@ def receive_halo(
 ) -> PyTree[Shaped[Array, "P width ..."]]:
     """Returns the `width` tokens before each piece of `pieces.later`, in one exchange.
 
-    Tokens that the document does not have are zero. Linear in `rows`.
-
-    Args:
-      exchange: options of the call.
-      pieces: of this rank.
-      rows: all rows of this rank.
-      width: tokens, at least 1.
-      after: instead, the tokens after each piece of `pieces.earlier`.
-      shifted: move only those that a shift by `width` moves into the piece; others are zero.
+    Or, if `after`, those after each piece of `pieces.earlier`; if `shifted`, only those that a
+    shift by `width` moves into the piece. Others, and tokens that the document does not have, are
+    zero. Linear in `rows`, which are all of this rank.
     """
     metadata = halo_metadata(pieces, width, after, shifted)
     to = pieces.num_slots

@@ -77,14 +77,10 @@ def interleaved(
     Runs are interleaved because the speed of a shared machine varies; ratios are then more reliable
     than absolute times. Each runs twice in a row and the second run is timed, as in a loop: a
     program may return gigabytes to the system after its results are ready, which slows the next
-    one.
+    one. Several `calls` in a row, timed together, hide the host's overhead on a GPU.
 
-    Args:
-      runs: functions that return arrays, or None.
-      repeats: rounds.
-      longest: runs that take more seconds are timed in the first round only. Pass None if several
-        processes measure together: each must run everything equally often.
-      calls: calls in a row that are timed together; several hide the host's overhead on a GPU.
+    Runs that take more than `longest` seconds are timed in the first round only. Pass None if
+    several processes measure together: each must run everything equally often.
     """
     times: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):

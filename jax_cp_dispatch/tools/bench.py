@@ -46,24 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of all sections.
+    """Sizes of all sections."""
 
-    Attributes:
-      repeats: rounds of interleaved runs.
-      moved_tokens, feature: rows per rank of an exchange in bfloat16, and their shape.
-      tokens, heads, head_size: of one attention layer over all ranks, in `dtype`.
-      product: M = K = N of the matrix product that is the limit of attention.
-      gemms: (op, M, K, N) of global size, in `dtype`.
-    """
-
-    repeats: int
+    repeats: int  # rounds of interleaved runs
+    # Rows per rank of an exchange in bfloat16, and their shape
     moved_tokens: int
+    # Of one attention layer over all ranks, in `dtype`
     tokens: int
     heads: int
     head_size: int
-    product: int
+    product: int  # M = K = N of the matrix product that is the limit of attention
     dtype: str
-    gemms: tuple[Shape, ...]
+    gemms: tuple[Shape, ...]  # (op, M, K, N) of global size, in `dtype`
     feature: tuple[int, ...] = (16, 128)
 
     def shared(self, num_ranks: int) -> "Sizes":

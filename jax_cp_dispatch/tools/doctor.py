@@ -38,19 +38,13 @@ _MARKS = {"ok": "ok", "missing": "--", "wrong": "XX"}
 
 
 class Finding(NamedTuple):
-    """One row of the report.
+    """One row of the report."""
 
-    Attributes:
-      name: what was checked.
-      found: what was found.
-      verdict: "ok"; "missing" if the package works without it; "wrong" if it does not.
-      remedy: what to do, if anything.
-    """
-
-    name: str
-    found: str
+    name: str  # what was checked
+    found: str  # what was found
+    # "ok"; "missing" if the package works without it; "wrong" if it does not
     verdict: Literal["ok", "missing", "wrong"] = "ok"
-    remedy: str = ""
+    remedy: str = ""  # what to do, if anything
 
     def __str__(self) -> str:
         line, margin = f"{_MARKS[self.verdict]}  {self.name:<26} {self.found}", " " * 31

@@ -35,21 +35,15 @@ Shape = jax.ShapeDtypeStruct
 
 
 class RankProgram(NamedTuple):
-    """A program of one rank, and what differs between the ranks.
+    """A program of one rank, and what differs between the ranks."""
 
-    Attributes:
-      run: takes a rank, q, k and v, and these ranges. Returns the output and its
-        lse; with the backward pass, the output and the gradients of q, k and v, where the gradient
-        of the output is the output itself.
-      shapes: of q, k and v.
-      ranges: of each rank, what its queries see.
-      num_pairs: query-key pairs of each rank.
-    """
-
+    # Takes a rank, q, k and v, and these ranges. Returns the output and its lse; with the backward
+    # pass, the output and the gradients of q, k and v, where the gradient of the output is the
+    # output itself.
     run: Callable[..., Any]
-    shapes: Sequence[Shape]
-    ranges: Sequence[Any]
-    num_pairs: Int[np.ndarray, " W"]
+    shapes: Sequence[Shape]  # of q, k and v
+    ranges: Sequence[Any]  # of each rank, what its queries see
+    num_pairs: Int[np.ndarray, " W"]  # query-key pairs of each rank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,36 +48,27 @@ from jax_cp_dispatch.metadata import Metadata
 
 
 class PendingExchange(NamedTuple):
-    """One exchange: what moves, and how to read what comes.
+    """One exchange: what moves, and how to read what comes."""
 
-    Attributes:
-      moved: the arguments of `move`; None: nothing moves, or all has moved already.
-      read: from what came, or from None, to the arrays of the receiver.
-    """
-
+    # The arguments of `move`; None: nothing moves, or all has moved already
     moved: list[Argument] | None
-    read: Callable[[Any], Any]
+    read: Callable[[Any], Any]  # from what came, or from None, to the arrays of the receiver
 
     def completed(self, options: CollectiveOptions) -> Any:
         return self.read(None if self.moved is None else move(options, self.moved))
 
 
 class Gathered(NamedTuple):
-    """What has no derivative: what attended rows see, and what the exchanges read.
+    """What has no derivative: what attended rows see, and what the exchanges read."""
 
-    Attributes:
-      ranges: of the rows that this rank attends.
-      fault: the `order_error_code` for which the output is NaN, if no exchange of a plan does that.
-      fingerprint: what ranks compare, or None.
-      q_metadata, kv_metadata: of a plan, for the rows that move.
-      rows: `DocumentRows`, where the keys of attended rows are, of a call that needs all of them.
-    """
-
-    ranges: MaskRanges
+    ranges: MaskRanges  # of the rows that this rank attends
+    # The `order_error_code` for which the output is NaN, if no exchange of a plan does that
     fault: Array | None = None
-    fingerprint: Array | None = None
+    fingerprint: Array | None = None  # what ranks compare, or None
+    # Of a plan, for the rows that move
     q_metadata: Metadata | None = None
     kv_metadata: Metadata | None = None
+    # `DocumentRows`, where the keys of attended rows are, of a call that needs all of them
     rows: Any = None
 
 
@@ -85,17 +76,12 @@ class Movement(abc.ABC):
     """What moves: four exchanges, of which two are the transposes of the others. Hashable.
 
     The arrays that a rank attends are `[b, rows, ...]`; those of the caller may have another shape.
-
-    Attributes:
-      block_rows: of a query block's matrix.
-      in_parts: rows are `[T, N, H]`, and their heads may move in several parts.
-      sums_dkv: gradients of keys are rounded after they have moved, to be summed first.
     """
 
     call: Call
-    block_rows: int
-    in_parts: bool
-    sums_dkv: bool
+    block_rows: int  # of a query block's matrix
+    in_parts: bool  # rows are `[T, N, H]`, and their heads may move in several parts
+    sums_dkv: bool  # gradients of keys are rounded after they have moved, to be summed first
 
     @abc.abstractmethod
     def send(self, gathered: Gathered, part: Operands) -> PendingExchange:
@@ -250,14 +236,9 @@ def pipelined_over_heads(
 ) -> list[tuple[Any, Any]]:
     """Computes one part after another, while rows of the next come and those of the last return.
 
-    Args:
-      options: of the exchanges.
-      parts: of each part, a pytree of arrays that are here.
-      work: computes the outputs of a part, from its arrays and what `send` has read.
-      send: what other ranks receive of a part, before its computation. Of several, each moves.
-      give_back: what other ranks receive of its outputs.
-    Returns:
-      The outputs of each part, and what `give_back` has read.
+    `send` is what other ranks receive of a part before its computation, and `give_back` what they
+    receive of its outputs. `work` computes these from the arrays of the part and what `send` has
+    read. Returns the outputs of each part, and what `give_back` has read.
     """
     all_outputs, all_returned = [], []
     received = send(parts[0]).completed(options)

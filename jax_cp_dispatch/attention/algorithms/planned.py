@@ -284,14 +284,11 @@ class PlannedMovement(Movement):
     """Rows `[T, heads, H]` move as planned; without `q_metadata`, queries stay, and their output.
 
     Errors of the exchanges refer to the config of the plan.
-
-    Attributes:
-      num_tokens: rows of a rank.
-      q_capacity, kv_capacity: rows of a rank's receive buffers.
     """
 
     call: Call
-    num_tokens: int
+    num_tokens: int  # rows of a rank
+    # Rows of a rank's receive buffers
     q_capacity: int
     kv_capacity: int
     block_rows = BLOCK_ROWS
@@ -500,13 +497,10 @@ class HeldRows(NamedTuple):
     """The keys that each rank holds while it attends: its own and those around them; static.
 
     They are in the order of the sequence, without gaps between those that a query sees.
-
-    Attributes:
-      layout: of the tokens on the ranks.
-      before, after: the most keys before and after its own that a query sees.
     """
 
-    layout: SequenceLayout
+    layout: SequenceLayout  # of the tokens on the ranks
+    # The most keys before and after its own that a query sees
     before: int
     after: int
 

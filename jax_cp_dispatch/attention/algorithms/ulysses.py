@@ -43,17 +43,11 @@ from jax_cp_dispatch.metadata.fields import single_rows
 
 
 class HeadExchange(NamedTuple):
-    """The two exchanges of one call; static. Each is the transpose of the other.
+    """The two exchanges of one call; static. Each is the transpose of the other."""
 
-    Attributes:
-      exchange: options of the exchanges.
-      num_ranks: W.
-      layout: of the tokens on the ranks.
-    """
-
-    exchange: CollectiveOptions
-    num_ranks: int
-    layout: str
+    exchange: CollectiveOptions  # options of the exchanges
+    num_ranks: int  # W
+    layout: str  # of the tokens on the ranks
 
     def to_heads(
         self,
@@ -398,16 +392,11 @@ def _attend_share_of_heads(
 
 @dataclasses.dataclass(frozen=True)
 class ShareOfHeads(Movement):
-    """All tokens of a share of the heads come, at once.
-
-    Attributes:
-      heads: the exchanges.
-      copies: of each KV head.
-    """
+    """All tokens of a share of the heads come, at once."""
 
     call: Call
-    heads: HeadExchange
-    copies: int
+    heads: HeadExchange  # the exchanges
+    copies: int  # of each KV head
     sums_dkv: bool
     block_rows = 256
     in_parts = False

@@ -53,10 +53,8 @@ def take(options: PassOptions, q, v, *, backward: bool = False, has_more: bool =
 
     cuDNN for one dense document: on Hopper it takes two thirds of the time of this package's
     kernels. On Blackwell neither is measured; there cuDNN uses its tensor cores, for which these
-    kernels have no code of their own. Nothing else serves ranges.
-
-    Args:
-      has_more: whether there is a sink, or backward a cotangent of the lse.
+    kernels have no code of their own. Nothing else serves ranges. `has_more`: there is a sink, or
+    backward a cotangent of the lse.
     """
     missing = _what_cudnn_lacks(options, q, v, backward, has_more)
     if missing is None:

@@ -174,14 +174,11 @@ LAST_INDEX = 2**31 - 1
 
 
 class KeyQueries(NamedTuple):
-    """The queries whose index is in [start, end) may see a key row, if it is among their keys.
+    """The queries whose index is in [start, end) may see a key row, if it is among their keys."""
 
-    Attributes:
-      index: of each query; any numbers that increase within a document.
-      start, end: of each key row; empty for rows that no query sees.
-    """
-
+    # Of each query; any numbers that increase within a document
     index: Int32[Array, "B T"]  # pyright: ignore[reportIncompatibleMethodOverride]
+    # Of each key row; empty for rows that no query sees
     start: Int32[Array, "B S"]
     end: Int32[Array, "B S"]
 
