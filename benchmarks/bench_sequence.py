@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_cp_dispatch import local_attention, sequence
 from jax_cp_dispatch.cpu_devices import start_cpu_devices
-from jax_cp_dispatch.sequence import matrix_states
+from jax_cp_dispatch.sequence import recurrences
 
 NUM_HEADS, SIZE, NUM_RANKS = 8, 64, 8
 PASSES = "forward", "forward and backward"
@@ -135,7 +135,7 @@ def of_sizes(num_tokens: int, repeats: int) -> Iterator[dict[str, Any]]:
     for name, axes in LAYERS.items():
         of_layer = jax.device_put(operands(num_tokens, axes))
         for size in (16, 32, 64, 128):
-            with mock.patch.object(matrix_states, "default_chunk", lambda size=size: size):
+            with mock.patch.object(recurrences, "default_chunk", lambda size=size: size):
                 layer = lambda *x: sequence.gated_delta_rule(*x, **one_device())
                 runs |= programs(f"decay {name}, chunks of {size}", layer, of_layer, PASSES[1:])
     layer = lambda *x: sequence.gated_delta_rule(*x, **one_device())

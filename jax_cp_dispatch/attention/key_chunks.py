@@ -305,9 +305,9 @@ class Schedule(abc.ABC):
         """Where the chunks in each slot of each rank go after each step."""
 
     @property
-    @abc.abstractmethod
     def num_chunks(self) -> int:
         """The chunks of a rank."""
+        return len(self.routes)
 
     @abc.abstractmethod
     def held(self, rank, step) -> tuple[Int[Array, " C"], Int[Array, " C"]]:
@@ -342,10 +342,6 @@ class CycleSchedule(Schedule):
     rows: tuple[tuple[int, ...], ...]
 
     @property
-    def num_chunks(self) -> int:
-        return len(self.rows)
-
-    @property
     def routes(self) -> Routes:
         nexts = [dict(zip(row, (*row[1:], row[0]), strict=True)) for row in self.rows]
         return tuple(tuple(following[rank] for rank in sorted(following)) for following in nexts)
@@ -373,10 +369,6 @@ class DirectSchedule(Schedule):
     """
 
     num_ranks: int
-
-    @property
-    def num_chunks(self) -> int:
-        return self.num_ranks - 1
 
     @property
     def routes(self) -> Routes:

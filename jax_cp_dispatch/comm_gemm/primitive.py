@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator, rank_index
-from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack
+from jax_cp_dispatch._ranks.gpu import all_ranks_here, compute_capability, what_pointers_lack
 from jax_cp_dispatch._ranks.implementations import (
     NCCL_WINDOW,
     ON_CPU,
@@ -405,18 +405,10 @@ def _what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
             return "MXFP8 products do not overlap with communication on GPUs"
         if call.fuse_bias and call.grad and not call.fuse_gelu:
             return "XLA computes the gradient of a bias with MXFP8 operands"
-        found = _compute_capability()
-        if found is not None and found < _BLACKWELL:
+        found = compute_capability() / 10 if jax.default_backend() == "gpu" else _BLACKWELL
+        if found < _BLACKWELL:
             return f"MXFP8 needs a GPU of compute capability {_BLACKWELL}, this one has {found}"
     return None
-
-
-@functools.cache
-def _compute_capability() -> float | None:
-    """Returns the local GPU's capability; None if programs are lowered for another machine."""
-    if jax.default_backend() != "gpu":
-        return None
-    return float(getattr(jax.local_devices()[0], "compute_capability", _BLACKWELL))
 
 
 def _scratch(call: GemmCall, operands: GemmOperands, results: GemmResults) -> jax.ShapeDtypeStruct:

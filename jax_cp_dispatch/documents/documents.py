@@ -491,12 +491,8 @@ def gathered_ranges(
     also returns the `order_error_code` of arrays that are given.
     """
     num_ranks = jax.lax.axis_size(exchange.axis_name)
-    num_tokens = shape[1] * num_ranks
     if documents.positions is not None:
         documents = jax.tree.map(jnp.asarray, with_segment_ids(documents, shape))
-    documents = gather_sequence(exchange, documents, num_ranks)
-    if layout == "zigzag":
-        order = zigzag_permutation(num_tokens, num_ranks, inverse=True)
-        documents = jax.tree.map(lambda x: x[:, order], documents)
+    documents = gather_sequence(exchange, documents, num_ranks, layout == "zigzag")
     checks_order = checks_order and bool(jax.tree.leaves(documents))
-    return _attended_in_order(documents, (shape[0], num_tokens), checks_order)
+    return _attended_in_order(documents, (shape[0], shape[1] * num_ranks), checks_order)

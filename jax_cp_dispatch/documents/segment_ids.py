@@ -22,6 +22,7 @@ from jax_cp_dispatch._dispatch import move, outgoing
 from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
+from jax_cp_dispatch.documents.layouts import zigzag_permutation
 from jax_cp_dispatch.masks.mask import gathered
 from jax_cp_dispatch.metadata import Metadata
 from jax_cp_dispatch.metadata.fields import single_rows
@@ -173,9 +174,12 @@ def begin_columns(begins: Bool[HostOrDevice, "B T"]) -> Any:
 
 
 def gather_sequence(
-    exchange: CollectiveOptions, arrays: PyTree[Integer[Array, "B T"]], num_ranks: int
+    exchange: CollectiveOptions,
+    arrays: PyTree[Integer[Array, "B T"]],
+    num_ranks: int,
+    is_zigzag: bool = False,
 ) -> PyTree[Integer[Array, "B W_T"]]:
-    """Returns the columns of all ranks, one rank after the other, on every rank.
+    """Returns the columns of all ranks, in the order of the sequence, on every rank.
 
     All ranks pass the same shapes. Between CPU devices all arrays move in one `dispatch`, so the
     deadline holds. XLA's all-gather would wait without a limit for a process that hangs.
@@ -187,7 +191,11 @@ def gather_sequence(
     sent = outgoing(tokens, plan_to_all(num_ranks), capacity=num_ranks)
     (gathered,) = move(exchange, [sent], AllGather(exchange.axis_name))
     in_columns = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], num_ranks * x.shape[2])
-    return jax.tree.map(in_columns, gathered)
+    whole = jax.tree.map(in_columns, gathered)
+    if not is_zigzag:
+        return whole
+    order = zigzag_permutation(jax.tree.leaves(whole)[0].shape[1], num_ranks, inverse=True)
+    return jax.tree.map(lambda x: x[:, order], whole)
 
 
 def plan_to_all(num_ranks: int) -> Metadata:

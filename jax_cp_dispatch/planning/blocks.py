@@ -347,10 +347,6 @@ def _repair(
     ranks = jnp.arange(num_ranks, dtype=jnp.int32)
     blocks = jnp.arange(len(cost), dtype=jnp.int32)
 
-    def go_on(state):
-        _, held, moves_left = state
-        return (moves_left > 0) & (held[0].max() > target)
-
     def move(state):
         assigned, held, moves_left = state
         load, *others = held
@@ -375,7 +371,8 @@ def _repair(
         ]
 
     state = vary_alike([assigned, held, jnp.int32(_MOVES_PER_RANK * num_ranks)])
-    return lax.while_loop(go_on, move, state)[0]
+    goes_on = lambda state: (state[2] > 0) & (state[1][0].max() > target)
+    return lax.while_loop(goes_on, move, state)[0]
 
 
 # ---- What queries see inside `jit`: columns of packed rows, for any mask, and received rows.

@@ -4,15 +4,19 @@
   of a placement. `call_layer`: runs a layer on every rank, with the state that documents take from
   one call to the next.
 `shift`: layers that need the rows next to a cut.
-`recurrence`: states that pass along documents; `chains`: the exchange of maps. `matrix_states`:
-  kernels whose states are matrices, in `chunks` of matrix products.
+`recurrences`: states that pass along documents; `chains`: the exchange of maps. Kernels whose
+  states are matrices compute in `chunks` of matrix products.
 `check_tokens`: whether arrays are in the order of their documents.
 """
 
 from jax_cp_dispatch.sequence.check_tokens import check_tokens, token_checksums
-from jax_cp_dispatch.sequence.matrix_states import gated_delta_rule, linear_attention
 from jax_cp_dispatch.sequence.pieces import Pieces, document_pieces
-from jax_cp_dispatch.sequence.recurrence import linear_recurrence, recurrence
+from jax_cp_dispatch.sequence.recurrences import (
+    gated_delta_rule,
+    linear_attention,
+    linear_recurrence,
+    recurrence,
+)
 from jax_cp_dispatch.sequence.shift import causal_conv, shift, shift_documents
 
 __all__ = [

@@ -321,15 +321,12 @@ def _numbered(
     The ranks gather ids and positions beyond int32, and compare them in their own dtype.
     """
     documents = jax.tree.map(jnp.asarray, (segment_ids, positions))
-    whole = gather_sequence(exchange, documents, layout.num_ranks)
-    order = None
-    if layout.num_blocks > 1:
-        order = zigzag_permutation(layout.num_tokens, layout.num_ranks)
-        whole = jax.tree.map(lambda x: x[:, np.argsort(order)], whole)
-    starts, are_right = starts_in_order(*whole)
-    (starts,) = vary_alike(
-        [starts if order is None else starts[:, order]], also=exchange.axis_names
+    starts, are_right = starts_in_order(
+        *gather_sequence(exchange, documents, layout.num_ranks, layout.num_blocks > 1)
     )
+    if layout.num_blocks > 1:
+        starts = starts[:, zigzag_permutation(layout.num_tokens, layout.num_ranks)]
+    starts = vary_alike(starts, also=exchange.axis_names)
     size = segment_ids.shape[1]
     first = jax.lax.axis_index(exchange.axis_name) * size
     return lax.dynamic_slice_in_dim(starts, first, size, axis=1) + 1, are_right
@@ -574,11 +571,7 @@ def _are_in_order(
     (ascend,) = vary_alike([ascend], also=exchange.axis_names)
 
     def compared() -> Array:
-        gathered = gather_sequence(exchange, documents, layout.num_ranks)
-        if layout.num_blocks > 1:
-            order = zigzag_permutation(layout.num_tokens, layout.num_ranks, inverse=True)
-            gathered = jax.tree.map(lambda x: x[:, order], gathered)
-        _, found = starts_in_order(*gathered)
-        return vary_alike([found], also=exchange.axis_names)[0]
+        whole = gather_sequence(exchange, documents, layout.num_ranks, layout.num_blocks > 1)
+        return vary_alike(starts_in_order(*whole)[1], also=exchange.axis_names)
 
     return lax.cond(ascend, lambda: ascend, compared)

@@ -202,7 +202,7 @@ LISTS = {"attention/algorithms/__init__.py", "attention/__init__.py", "__init__.
 TOUCHED = {
     "Chunked": {"masks/static.py", "masks/__init__.py"},
     "BlockCausal": {"masks/static.py", "masks/__init__.py"},
-    "linear_attention": {"sequence/matrix_states.py", "sequence/__init__.py"},
+    "linear_attention": {"sequence/recurrences.py", "sequence/__init__.py"},
     "Ulysses": {"attention/algorithms/ulysses.py", *LISTS},
     "Halo": {"attention/algorithms/planned.py", *LISTS},
     # Has a profile, too.

@@ -188,11 +188,7 @@ def attend_two_levels(
     part = part._replace(q=q, k=k, v=v, sink=sink)
     if num_inner > 1:  # the columns of all ranks that share the heads
         packed = vary_alike(jax.tree.map(jnp.asarray, packed), also=call.exchange.axis_names)
-        packed = gather_sequence(inner, packed, num_inner)
-        if layout == "zigzag":
-            num_columns = num_inner * operands.q.shape[1]
-            order = zigzag_permutation(num_columns, num_inner, inverse=True)
-            packed = jax.tree.map(lambda x: x[:, order], packed)
+        packed = gather_sequence(inner, packed, num_inner, layout == "zigzag")
     outputs = outer.run(of_outer, part, packed)
     lses = [] if outputs.lse is None else [outputs.lse[..., None]]
     out, *lses = heads.to_tokens([outputs.out, *lses])
