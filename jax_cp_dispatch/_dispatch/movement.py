@@ -6,7 +6,7 @@
 import dataclasses
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,11 @@ from jax_cp_dispatch._dispatch.buffers import buffer_limits
 from jax_cp_dispatch._dispatch.lowering import place_arrays
 from jax_cp_dispatch._dispatch.primitives import PairValues
 from jax_cp_dispatch._door import door
-from jax_cp_dispatch._ranks.communicator import AxisName, Communicator
+from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.options import (
     CallContext,
     CollectiveOptions,
+    ExchangeKeywords,
     find_ranks,
     is_in_program,
     read_options,
@@ -195,14 +196,10 @@ def dispatch(
     x: PyTree[Shaped[Rows, "T ..."]],
     metadata: Metadata,
     *,
-    axis_name: AxisName,
     capacity: int | None = None,
     buffer: int | None = None,
     out: PyTree[Shaped[Rows, "capacity ..."]] | None = None,
-    mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    **call: Unpack[ExchangeKeywords],
 ) -> PyTree[Shaped[Rows, "capacity ..."]]:
     """Sends each shard of `x` to the ranks that `metadata` names, bit for bit.
 
@@ -249,8 +246,7 @@ def dispatch(
     """
     op = "dispatch"
     argument = read_outgoing(op, "x", x, metadata, capacity, buffer, out)
-    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return move(options, [argument], are_checked=False)[0]
+    return move(read_options(op, **call), [argument], are_checked=False)[0]
 
 
 @door("dispatch_qkv")
@@ -260,17 +256,13 @@ def dispatch_qkv(
     q_metadata: Metadata,
     kv_metadata: Metadata,
     *,
-    axis_name: AxisName,
     q_capacity: int | None = None,
     kv_capacity: int | None = None,
     q_buffer: int | None = None,
     kv_buffer: int | None = None,
     q_out: PyTree[Shaped[Rows, "q_capacity ..."]] | None = None,
     kv_out: PyTree[Shaped[Rows, "kv_capacity ..."]] | None = None,
-    mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    **call: Unpack[ExchangeKeywords],
 ) -> tuple[PyTree[Shaped[Rows, "q_capacity ..."]], PyTree[Shaped[Rows, "kv_capacity ..."]]]:
     """Sends queries by one plan and keys and values by another, in one exchange.
 
@@ -296,7 +288,7 @@ def dispatch_qkv(
     of_kv = read_outgoing(op, "kv", kv, kv_metadata, kv_capacity, kv_buffer, kv_out)
     if (q_out is None) != (kv_out is None):
         raise ValueError(f"{op}: got only one of q_out and kv_out. Pass both or none.")
-    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
+    options = read_options(op, **call)
     received_q, received_kv = move(options, [of_q, of_kv], are_checked=False)
     return received_q, received_kv
 
@@ -306,14 +298,10 @@ def combine(
     y: PyTree[Num[Rows, "capacity ..."]],
     metadata: Metadata,
     *,
-    axis_name: AxisName,
     num_tokens: int,
     preferred_element_type: DTypeLike | None = None,
     buffer: int | None = None,
-    mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    **call: Unpack[ExchangeKeywords],
 ) -> PyTree[Num[Rows, "T ..."]]:
     """Returns tokens from attention layout to their ranks, and sums the replicas of each.
 
@@ -341,8 +329,7 @@ def combine(
     """
     op, dtype = "combine", preferred_element_type
     argument = read_returning(op, "y", y, metadata, num_tokens, dtype, buffer)
-    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return move(options, [argument], are_checked=False)[0]
+    return move(read_options(op, **call), [argument], are_checked=False)[0]
 
 
 @door("combine_qkv")
@@ -352,16 +339,12 @@ def combine_qkv(
     q_metadata: Metadata,
     kv_metadata: Metadata,
     *,
-    axis_name: AxisName,
     q_num_tokens: int,
     kv_num_tokens: int,
     preferred_element_type: DTypeLike | None = None,
     q_buffer: int | None = None,
     kv_buffer: int | None = None,
-    mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    **call: Unpack[ExchangeKeywords],
 ) -> tuple[PyTree[Num[Rows, "Tq ..."]], PyTree[Num[Rows, "Tkv ..."]]]:
     """Returns rows of queries by one plan and of keys and values by another, in one exchange.
 
@@ -383,7 +366,7 @@ def combine_qkv(
     op, dtype = "combine_qkv", preferred_element_type
     of_q = read_returning(op, "q", q, q_metadata, q_num_tokens, dtype, q_buffer)
     of_kv = read_returning(op, "kv", kv, kv_metadata, kv_num_tokens, dtype, kv_buffer)
-    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
+    options = read_options(op, **call)
     home_q, home_kv = move(options, [of_q, of_kv], are_checked=False)
     return home_q, home_kv
 
@@ -450,13 +433,9 @@ def dispatch_start(
     metadata: Metadata,
     *,
     beside: Any = None,
-    axis_name: AxisName,
     capacity: int | None = None,
     buffer: int | None = None,
-    mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    **call: Unpack[ExchangeKeywords],
 ) -> tuple[StartedExchange, Any]:
     """Starts a `dispatch` that moves rows beside other work of the program.
 
@@ -484,8 +463,7 @@ def dispatch_start(
     """
     op = "dispatch_start"
     argument = read_outgoing(op, "x", x, metadata, capacity, buffer)
-    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return start(options, [argument], beside, are_checked=False)
+    return start(read_options(op, **call), [argument], beside, are_checked=False)
 
 
 @door("combine_start")
@@ -494,14 +472,10 @@ def combine_start(
     metadata: Metadata,
     *,
     beside: Any = None,
-    axis_name: AxisName,
     num_tokens: int,
     preferred_element_type: DTypeLike | None = None,
     buffer: int | None = None,
-    mesh: Any = None,
-    implementation: str | None = None,
-    deadline: float | None = None,
-    num_comm_sm: int | None = None,
+    **call: Unpack[ExchangeKeywords],
 ) -> tuple[StartedExchange, Any]:
     """Starts a `combine` that returns rows beside other work of the program.
 
@@ -518,8 +492,7 @@ def combine_start(
     """
     op, dtype = "combine_start", preferred_element_type
     argument = read_returning(op, "y", y, metadata, num_tokens, dtype, buffer)
-    options = read_options(op, axis_name, mesh, implementation, deadline, num_comm_sm)
-    return start(options, [argument], beside, are_checked=False)
+    return start(read_options(op, **call), [argument], beside, are_checked=False)
 
 
 def exchange_done(exchange: Any, *, beside: Any = None) -> tuple[Any, Any]:

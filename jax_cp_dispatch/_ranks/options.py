@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +159,16 @@ class CollectiveOptions:
     def axis_name(self) -> AxisName:
         """The same for JAX, which is much faster with one name than with a tuple."""
         return self.axis_names if len(self.axis_names) != 1 else self.axis_names[0]
+
+
+class ExchangeKeywords(TypedDict, total=False):
+    """Keywords of every exchange; see `dispatch`."""
+
+    axis_name: Required[AxisName]
+    mesh: Any
+    implementation: str | None
+    deadline: float | None
+    num_comm_sm: int | None
 
 
 def read_options(
