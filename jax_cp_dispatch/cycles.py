@@ -320,13 +320,9 @@ def source_is_earlier(cycles: CycleRows) -> list[list[list[bool]]]:
     At step 0, a rank holds its own chunks. A chunk that follows its cycle is at `row[i]` after it
     was at `row[i - 1]`, so at step t rank `row[i]` holds the chunk of rank `row[i - t]`.
 
-    Args:
-      cycles: rows of ranks; see `hamiltonian_cycles`. No cycles are those of one rank.
+    Args, Raises: see `chunk_maps`.
     Returns:
       `[rank][step][chunk]`: true if the source is at most the rank.
-    Raises:
-      ValueError: a row is not a permutation of the ranks, or two rows use one link.
-      TypeError: rows of anything but integers.
     """
     num_ranks, rows = ranks_and_cycles("source_is_earlier", cycles)
     places = [{rank: place for place, rank in enumerate(row)} for row in rows]

@@ -316,11 +316,10 @@ def combine(
     Args:
       y: rows in attention layout; every array has the same number of rows.
       metadata: the forward metadata, this rank's slice or the global one.
-      axis_name: the mesh axis whose devices are the ranks, or several, the major one first.
       num_tokens: rows T of the result, per rank.
       preferred_element_type: dtype of the result; None means the dtype of `y`.
       buffer: the id of a registered buffer, whose limits and deadline apply.
-      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
+      axis_name, mesh, implementation, deadline, num_comm_sm: see `dispatch`.
     Returns:
       Tokens in MLP layout, in the structure of `y`; rows that no shard names are zero.
     Raises:
@@ -482,11 +481,9 @@ def combine_start(
     See `dispatch_start`. Linear in `y` and `beside`.
 
     Args:
-      beside: any arrays, the inputs of the work. Use the returned ones in it.
-      y, metadata, axis_name, num_tokens, preferred_element_type, buffer: see `combine`.
-      mesh, implementation, deadline, num_comm_sm: see `dispatch`.
+      beside: see `dispatch_start`; all others: see `combine`.
     Returns:
-      The exchange, for `exchange_done`; and `beside`, unchanged.
+      As `dispatch_start`.
     Raises:
       As `combine`.
     """

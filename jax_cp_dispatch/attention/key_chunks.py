@@ -155,13 +155,10 @@ def ring_exchange(
 
     Args:
       x: any arrays, of the same shapes on all ranks.
-      axis_name: the mesh axis of the ranks, or several, the major one first.
       shift: ranks to move by, modulo the size of the axis.
       implementation: see `available_implementations`; "xla" makes a collective-permute of each
         array. None is this package's transports between CPU devices, and "xla" on GPUs and TPUs.
-      deadline: seconds until an exchange gives up on a missing rank; None is 60, on GPUs 43200
-        (600 in a job of one process), or `JAX_CP_DISPATCH_DEADLINE`. No effect with "xla".
-      num_comm_sm: multiprocessors of a GPU that it may use; see `dispatch`.
+      axis_name, deadline, num_comm_sm: see `dispatch`.
     Returns:
       Arrays in the structure of `x`.
     Raises:

@@ -63,11 +63,8 @@ def load_profile(
 ) -> BalanceProfile:
     """Times the experts of each rank of a routing, one rank after the other, on one device.
 
-    A step over many devices takes as long as its busiest rank. This measures the busiest rank, and
-    the balance in seconds, without a mesh: each rank's `group_sizes`, with the same arrays.
-    Exchanges are not run. On CPU, seconds are processor time, so other processes do not count.
-
-    Call outside `jit`, with the routing of all ranks.
+    As `balance_profile`, of each rank's `group_sizes`, with the same arrays. Call outside `jit`,
+    with the routing of all ranks.
 
     Args:
       routing: from `route`.

@@ -347,14 +347,8 @@ def place_tokens(
     differentiable.
 
     Args:
-      lengths: tokens of the documents, in order: one list per batch row, or one list for a single
-        row. The rest of a row is padding.
-      world_size: number of ranks W.
-      segment_ids: integers [B, columns], instead of lengths; see `plan_attention`. W must divide
-        the columns.
-      positions: with segment ids only; a document also ends where they do not increase.
-      columns: with lengths only; tokens of a batch row, a multiple of W. None: the longest row,
-        rounded up.
+      lengths, columns, world_size: see `plan_attention`.
+      segment_ids, positions: instead of lengths, see `plan_attention`.
       mask: "full", "causal" or an object of `jax_cp_dispatch.masks`; None is causal. With "full", a
         rank that holds any token of a document receives all of its keys.
       masks: several masks instead of one, for a model whose layers differ. The placement balances
@@ -363,14 +357,12 @@ def place_tokens(
         FLOPs, or measured seconds, also fractional. Ratios are kept to 2**-15. None: equal.
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
-        a placement that leaves all tokens where they are. Its plan has the usual shapes, and
-        `Plan.fits` is false: use a ring for this batch. Needs all capacities.
+        a placement that leaves all tokens where they are. Its plan is as in `plan_attention`.
       num_groups: groups of consecutive batch rows, each placed on W ranks of its own: the devices
         of `batch_axis`. Their plans are stacked, as by `stack_plans`. With a fallback, all groups
         are placed or none, since one step computes all of them.
-      rank: returns the part of this rank alone, like `Placement.slice_of`, but without arrays of
-        all ranks, whose counts of rows grow with W * W. It is the index on the mesh axis, not that
-        of a process. None: all ranks. With several groups, use `Placement.groups`.
+      rank: returns the part of this rank alone, like `Placement.slice_of`; see `plan_attention`.
+        With several groups, use `Placement.groups`.
     Returns:
       The placement. Its plans are for arrays in placed order.
     Raises:

@@ -87,8 +87,7 @@ def recurrence(
     Returns:
       What `run` returns, zero for padding; or (outputs, state).
     Raises:
-      TypeError, ValueError: an argument is invalid; the message says how to fix it.
-      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+      As `causal_conv`.
     """
     missing = [x for x in ("summary", "apply", "run") if not callable(getattr(local, x, None))]
     if missing:
@@ -133,8 +132,7 @@ def linear_recurrence(
     Returns:
       h, in the dtype of x; or (h, state), the state in float32 (float64 for float64), on all ranks.
     Raises:
-      TypeError, ValueError: an argument is invalid; the message says how to fix it.
-      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+      As `causal_conv`.
     """
     op = "linear_recurrence"
     check_decay(op, log_decay, call)
@@ -348,8 +346,7 @@ def gated_delta_rule(
       The output, in v's dtype; or (output, state), the state in float32 (float64 for float64), on
       all ranks.
     Raises:
-      TypeError, ValueError: an argument is invalid; the message says how to fix it.
-      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+      As `causal_conv`.
     """
     factor = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     kernel = _Kernel(_delta_rule, factor, default_chunk())
@@ -379,19 +376,12 @@ def linear_attention(
     Args:
       q, k: queries and keys (in Mamba-2, C and B); K divides N.
       v: values (in Mamba-2, the inputs times their step).
-      log_decay: at most 0, per head [B, T, N], or per channel of the key [B, T, N, H]; -inf resets
-        the state.
       scale: factor on the output; None is 1, as in Mamba-2, not the `1 / sqrt(H)` of other layers.
-      axis_name, documents, segment_ids, positions, mesh, batch_axis, implementation, deadline: see
-        `causal_conv`.
-      head_axis: for global arrays: the mesh axis that shards the heads.
-      initial_state, return_state: see `gated_delta_rule`.
+      log_decay, initial_state, return_state and all others: see `gated_delta_rule`.
     Returns:
-      The output, in v's dtype; or (output, state), the state in float32 (float64 for float64), on
-      all ranks.
+      As `gated_delta_rule`.
     Raises:
-      TypeError, ValueError: an argument is invalid; the message says how to fix it.
-      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+      As `causal_conv`.
     """
     kernel = _Kernel(_linear_attention, 1.0 if scale is None else float(scale), default_chunk())
     tokens = {"v": v, "q": q, "k": k, "log_decay": log_decay}

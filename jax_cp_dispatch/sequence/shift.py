@@ -189,8 +189,7 @@ def shift(
     Returns:
       Arrays in the structure of `x`; or (arrays, state), the state in that structure, on all ranks.
     Raises:
-      TypeError, ValueError: an argument is invalid; the message says how to fix it.
-      jax.errors.JaxRuntimeError: at run time, see `dispatch`.
+      As `causal_conv`.
     """
     check_integer(_OP, "offset", offset)
     for each in jax.tree.leaves(x):
@@ -317,11 +316,9 @@ def shift_documents(
     depth d `shift_documents(tokens, -d, ...)`.
 
     Args:
-      x: arrays of any dtype.
-      offset: tokens; negative: the row of a later token.
+      x, offset, fill: see `shift`.
       documents: in packed order, on the host.
       segment_ids, positions: the short form, see `context_parallel_attention`.
-      fill: the value where the document has no such token, and in padding.
     Returns:
       Arrays in the structure of `x`.
     Raises:
