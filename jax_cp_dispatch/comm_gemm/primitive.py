@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator, rank_index
-from jax_cp_dispatch._ranks.gpu import all_ranks_here, compute_capability, what_pointers_lack
+from jax_cp_dispatch._ranks.gpu import compute_capability, what_pointers_lack
 from jax_cp_dispatch._ranks.implementations import (
     NCCL_WINDOW,
     ON_CPU,
@@ -324,27 +324,21 @@ def threads_per_device() -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_cpu_devices_here())
 
 
-def _call_handler(
-    operands: GemmOperands, results: GemmResults, places: list[Any], attributes: Mapping[str, Any]
-) -> GemmResults:
-    """Makes the call; absent operands and results are one element.
-
-    `places` are the device's rank and group.
-    """
-    absent = _like((1,), np.float32)  # jaxlib 0.11 crashes on empty arrays
-    call = jax.ffi.ffi_call(runtime.GEMM_TARGET, [absent if x is None else x for x in results])
-    given = [jnp.zeros(1, np.float32) if x is None else x for x in operands]
-    return GemmResults(*call(*places, *given, **attributes))
-
-
 def _lower_custom_call(ctx, *values, call: GemmCall, tree, results, attributes, scratch=None):
-    """Lowers to the call; `scratch` replaces the workspace there."""
+    """Lowers to the call; absent operands and results are one element.
+
+    `scratch` replaces the workspace there.
+    """
 
     def run(*values):
         shapes = results if scratch is None else results._replace(workspace=scratch)
-        given = jax.tree.unflatten(tree, values)
+        absent = _like((1,), np.float32)  # jaxlib 0.11 crashes on empty arrays
+        handler = jax.ffi.ffi_call(
+            runtime.GEMM_TARGET, [absent if x is None else x for x in shapes]
+        )
         places = [rank_index(call.comm.axis_names), rank_index(call.comm.group_axes)]
-        written = _call_handler(given, shapes, places, attributes)
+        given = [jnp.zeros(1, np.float32) if x is None else x for x in tree.unflatten(values)]
+        written = GemmResults(*handler(*places, *given, **attributes))
         if scratch is not None and results.workspace is not None:
             # It keeps the program's shape, and is never read.
             written = written._replace(workspace=jnp.zeros_like(results.workspace))
@@ -411,7 +405,9 @@ def _what_gpus_lack(call: GemmCall, operands: GemmOperands) -> str | None:
     return None
 
 
-def _scratch(call: GemmCall, operands: GemmOperands, results: GemmResults) -> jax.ShapeDtypeStruct:
+def scratch_of(
+    call: GemmCall, operands: GemmOperands, results: GemmResults
+) -> jax.ShapeDtypeStruct:
     """Returns a rank's scratch memory; its dtype is that of partial sums."""
     dtype = np.dtype(np.uint8) if results.workspace is None else results.workspace.dtype
     num_bytes = runtime.native.gemm_scratch_bytes(
@@ -420,7 +416,7 @@ def _scratch(call: GemmCall, operands: GemmOperands, results: GemmResults) -> ja
     return _like((-(-num_bytes // dtype.itemsize),), dtype)
 
 
-def _gpu_attributes(call: GemmCall, operands: GemmOperands) -> dict[str, Any]:
+def gpu_attributes(call: GemmCall, operands: GemmOperands) -> dict[str, Any]:
     config: Any = jax.config  # its options are not declared
     precision = str(config.jax_default_matmul_precision).lower()
     return {
@@ -449,35 +445,9 @@ def _lower_on_gpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
         return _lower_by_xla(ctx, *values, **params, choice=by_xla)
     runtime.open_cublaslt()
     ranks = choice.implementation.rank_attributes(ctx, call.comm, choice.groups, "")
-    attributes = _gpu_attributes(call, operands) | ranks
-    scratch = _scratch(call, operands, results)
+    attributes = gpu_attributes(call, operands) | ranks
+    scratch = scratch_of(call, operands, results)
     return _lower_custom_call(ctx, *values, **params, attributes=attributes, scratch=scratch)
-
-
-def run_all_ranks(call: GemmCall, **operands: Any) -> GemmResults:
-    """Runs a call with communication on one GPU that holds all ranks, for tests and benchmarks.
-
-    Call under `jax.jit` for the GPU. No derivative.
-
-    Args:
-      call: the call of one rank.
-      operands: by name, with a leading dimension of ranks.
-    Returns:
-      Results with that dimension; absent ones are None.
-    """
-    runtime.open_cublaslt()
-    given, p = GemmOperands(**operands), call.comm.num_ranks
-    of_rank = jax.tree.map(lambda x: _like(x.shape[1:], x.dtype), given)
-    missing = _what_gpus_lack(call, of_rank)
-    if missing is not None:
-        raise NotImplementedError(f"{call.op}: {missing}. Use implementation='xla'.")
-    shapes = call.result_shapes(of_rank)
-    scratch = shapes._replace(workspace=_scratch(call, of_rank, shapes))
-    of_all = jax.tree.map(lambda x: _like((p, *x.shape), x.dtype), scratch)
-    attributes = _gpu_attributes(call, of_rank) | all_ranks_here()
-    results = _call_handler(given, of_all, [jnp.int32(0), jnp.int32(0)], attributes)
-    absent = {name: None for name, shape in shapes._asdict().items() if shape is None}
-    return results._replace(**{**absent, "workspace": None})
 
 
 # ---- Gemms by XLA's own collectives, for other platforms and as an oracle on the mesh.

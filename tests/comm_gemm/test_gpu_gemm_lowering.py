@@ -23,7 +23,6 @@ from jax_cp_dispatch._ranks import (  # inner: stand for a GPU that is not there
 )
 from jax_cp_dispatch._ranks.communicator import Communicator  # inner: calls of one GPU
 from jax_cp_dispatch._ranks.gpu import Slabs  # inner: the same
-from jax_cp_dispatch.comm_gemm.primitive import GemmCall, run_all_ranks  # inner: of one GPU
 
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]
@@ -168,28 +167,3 @@ def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     monkeypatch.setattr(lowering, "mesh_groups", lambda *_: (devices,))
     assert said in fallen(gather(), Y, K)
     assert calls(lowered(gemm, X, K))  # a single rank
-
-
-def test_one_gpu_that_holds_all_ranks():
-    """With the calls of tests/gpu and the benchmark."""
-    call = GemmCall(
-        op="test",
-        lhs_boundary=1,
-        rhs_boundary=1,
-        out_shape=(32, N),
-        out_dtype="float32",
-        comm=Communicator(axis_names=(AXIS,), num_ranks=W),
-        overlap=buffers.CommOverlapConfig(
-            buffers.CommOverlapType.AG, buffers.CommOverlapMethod.RING_EXCHANGE
-        ),
-        row_counts=(8,) * W,
-        gathers_to_aux=True,
-    )
-    x, w = np.zeros((W, 8, 32), np.float32), np.zeros((W, 32, N), np.float32)
-    fn = lambda x, w: [r for r in run_all_ranks(call, lhs=x, rhs=w) if r is not None]
-    attributes, results = only_call(fn, x, w)
-    assert attributes["device_table"] == "dense<-1>" and attributes["num_ranks"] == str(W)
-    assert f"tensor<{W}x{call.out_shape[0]}x{N}xf32>" in results
-    assert f"tensor<{W}x{SCRATCH}xui8>" in results
-    with pytest.raises(NotImplementedError, match="does not multiply bfloat16 by float32"):
-        lowered(fn, x.astype(jnp.bfloat16), w)
