@@ -12,7 +12,6 @@ HostOrDevice: TypeAlias = Array | np.ndarray
 
 
 def check_type(op: str, name: str, value: Any, kind: type, remedy: str) -> None:
-    """Requires an object of this class."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{op}: {name} is of type {type(value).__name__}; it needs to be of type "
@@ -40,7 +39,6 @@ def check_rows(op: str, name: str, num_rows: int) -> None:
 
 
 def check_positive(op: str, **values: Any) -> None:
-    """Requires integers of at least 1."""
     for name, value in values.items():
         check_integer(op, name, value)
         if value < 1:

@@ -52,7 +52,6 @@ class At(NamedTuple):
         return lax.gather(x, self.places, numbers, sizes, mode="promise_in_bounds")
 
     def add(self, x: Shaped[Array, "..."], y: Shaped[Array, "P ..."]) -> Shaped[Array, "..."]:
-        """Adds to what is there."""
         window = tuple(range(1, 1 + x.ndim - len(self.axes)))
         numbers = lax.ScatterDimensionNumbers(window, self.axes, self.axes)
         return lax.scatter_add(x, self.places, y, numbers, mode="promise_in_bounds")
@@ -145,7 +144,6 @@ def sum_by_key(
 
 
 def _sums(values: Sequence[Integer[Array, " n"]], counts: Bool[Array, "m n"]) -> list[Array]:
-    """Returns the sums of what counts of each value."""
     counts = _in_windows(counts, fill=False)
     counted = [jnp.where(counts, _in_windows(x, fill=0)[None], 0) for x in values]
     return list(reduced(counted, jnp.add, 0, num_axes=2))

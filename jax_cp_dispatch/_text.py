@@ -110,7 +110,6 @@ def rows_between_ranks(op: str, metadata: Any) -> Int[np.ndarray, "W W"]:
 
 
 def describe_metadata(metadata: Any) -> str:
-    """Returns the text of `Metadata.describe`."""
     op, num_ranks = "Metadata.describe", metadata.world_size
     tokens = known(op, metadata.seq_len)
     if tokens.ndim > 1:
@@ -180,7 +179,6 @@ def describe_plan(
 
 
 def describe_routing(op: str, routing: Any) -> str:
-    """Returns the text of `Routing.describe`."""
     rows = rows_of_experts(op, routing)
     num_ranks, num_places = rows.shape
     num_tokens, num_choices = routing.row.shape

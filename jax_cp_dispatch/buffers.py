@@ -294,7 +294,6 @@ def comm_overlap_buffer_bytes(
 
 
 def find_buffer(op: str, buffer: int) -> CommOverlapConfig:
-    """Returns the parameters of an existing buffer; `op` is for error messages."""
     runtime.native.find_overlap_buffer(op, check_id(op, buffer))
     with _lock:
         return _configs[buffer]

@@ -64,7 +64,6 @@ class OwnHeads(NamedTuple):
     num_heads: int  # that each device keeps
 
     def of(self, x: Float[Array, "R K H"]) -> Float[Array, "R own H"]:
-        """Returns the device's own heads."""
         first = self.num_heads * lax.axis_index(self.axes)
         repeated = jnp.repeat(x, self.copies, axis=1)
         return lax.dynamic_slice_in_dim(repeated, first, self.num_heads, axis=1)

@@ -30,7 +30,6 @@ _TERMINATION_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
     options = _parse(arguments)
     try:
         return _launch(options)

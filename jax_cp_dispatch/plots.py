@@ -19,7 +19,6 @@ LINE = "#cbd2d9"
 
 
 def figure_class(op: str) -> Any:
-    """Returns matplotlib's `Figure`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

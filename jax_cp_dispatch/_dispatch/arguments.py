@@ -291,7 +291,6 @@ def check_movable(op: str, name: str, tree: Any) -> None:
 
 
 def _read_num_rows(op: str, name: str, value: Any) -> int:
-    """Requires a static number of rows."""
     num_rows = read_integer(op, name, value, "a static int, because it is a shape")
     if num_rows < 0:
         raise ValueError(f"{op}: {name} is {num_rows}; it needs to be at least 0 rows.")
@@ -300,7 +299,6 @@ def _read_num_rows(op: str, name: str, value: Any) -> int:
 
 
 def check_world_size(op: str, planned: int, names: tuple[str, ...], num_devices: int) -> None:
-    """Requires a plan for as many ranks as the axes have devices."""
     if planned != num_devices:
         raise ValueError(
             f"{op}: metadata is for world_size={planned} but axis {','.join(names)!r} has "

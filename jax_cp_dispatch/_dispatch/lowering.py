@@ -387,7 +387,6 @@ register_lowering(Operation.EXCHANGE, xla.lower_by_xla, on=[XLA])
 
 
 def lower(ctx: Any, *operands: Any, exchange: Exchange) -> Any:
-    """Lowers an exchange in one call."""
     comm = exchange.comm
     by_xla = comm.implementation == XLA.name
     if comm.implementation is None:

@@ -50,8 +50,6 @@ SCOPE = "cpd.exchange"
 
 
 class _Call(NamedTuple):
-    """One call of a primitive."""
-
     exchange: Exchange | None  # None if nothing moves
     operands: list[Array]  # without storage
     storage: list[Array]  # that the results may reuse

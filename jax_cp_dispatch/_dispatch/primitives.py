@@ -147,7 +147,6 @@ def _zero_like(x: Any) -> Any:
 
 
 def name_of_transpose(op: str) -> str:
-    """Returns the name of the transpose of an operation, for messages."""
     prefix = "the transpose of "
     return op.removeprefix(prefix) if op.startswith(prefix) else prefix + op
 

@@ -256,8 +256,6 @@ class _Sources(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The sum so far."""
-
     num_sources: Int32[Array, " T"]
     totals: list[Array]
     firsts: list[Array | None]  # the bits of the first source, if they are kept
@@ -469,7 +467,6 @@ def _num_different(metadata: MetadataOperands, num_ranks: int) -> Array:
 
 
 def lower_by_xla(ctx: Any, *operands: Any, exchange: Exchange, choice: Chosen | None = None) -> Any:
-    """Lowers the part of one rank."""
     program, is_static = ctx.module_context, exchange.by_collectives is not None
     ragged = not is_static and may_be_ragged(program.platforms, program.backend)
     run = functools.partial(move_by_xla, exchange, ragged)

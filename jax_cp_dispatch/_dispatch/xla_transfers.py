@@ -50,7 +50,6 @@ class XlaRanks(NamedTuple):
         return x.reshape(self.num_ranks, x.shape[0] // self.num_ranks, *x.shape[1:])
 
     def rows_per_rank_in(self, x: Array) -> int:
-        """Returns the rows of one rank in an array."""
         return x.shape[0] // (1 if self.axis_names else self.num_ranks)
 
     def are_ragged(self, num_rows: int, plan: "XlaTransfers") -> bool:

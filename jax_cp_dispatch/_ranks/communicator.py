@@ -35,7 +35,6 @@ def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
 
 
 def check_mesh(op: str, mesh: Any) -> None:
-    """Requires a mesh or None."""
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(f"{op}: mesh is {mesh!r}; it needs to be a jax.sharding.Mesh, or omitted.")
 
@@ -116,7 +115,6 @@ _NEEDS = "a positive number of seconds"
 
 
 def check_deadline(op: str, deadline: Any) -> None:
-    """Requires seconds; `op` is for error messages."""
     if isinstance(deadline, bool) or not isinstance(deadline, numbers.Real):
         raise TypeError(f"{op}: deadline is {deadline!r}; it needs to be {_NEEDS}.")
     seconds: Any = deadline  # an integer may exceed all floats

@@ -27,8 +27,6 @@ from jax_cp_dispatch._text import say_once
 
 
 class Operation(enum.Enum):
-    """What an implementation lowers."""
-
     EXCHANGE = "dispatch and combine"
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
@@ -36,8 +34,6 @@ class Operation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Implementation:
-    """One row of the table."""
-
     name: str  # the value of `implementation=`
     platform: str | None  # the platform whose devices it serves; None: all
     # Whether ranks of one group may be in several processes; None: in any number
@@ -93,7 +89,6 @@ class Implementation:
 
 
 def process_numbers(group: Iterable[Any]) -> list[int]:
-    """Returns the processes of some devices."""
     return sorted({device.process_index for device in group})
 
 

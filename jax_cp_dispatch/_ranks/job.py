@@ -27,7 +27,6 @@ from jax_cp_dispatch._text import warn_caller
 
 
 def is_in_job() -> bool:
-    """Whether this process belongs to a JAX job."""
     return _client() is not None
 
 

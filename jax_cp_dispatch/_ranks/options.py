@@ -280,7 +280,6 @@ def vary_alike(tree: Any, *, also: Iterable[str] = (), like: ArrayLike | None = 
 
 
 def varying_axes(array: ArrayLike) -> frozenset[str]:
-    """Returns the mesh axes over which an array varies."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 

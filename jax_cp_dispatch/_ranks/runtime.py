@@ -195,13 +195,11 @@ def load_nvshmem() -> tuple[Any, str]:
 
 
 def release_buffer(id: int) -> None:
-    """Frees the GPU memory of a registered buffer."""
     if cuda is not None:
         cuda.release_buffer(id)
 
 
 def restore_buffer(id: int) -> None:
-    """Makes a released id denote a buffer again."""
     if cuda is not None:
         cuda.restore_buffer(id)
 

@@ -29,7 +29,6 @@ def document_keywords(op: str, mask: Any) -> dict[str, Any]:
 
 
 def refuse_dropout(op: str, rate: float, is_off: bool | None, switch: str) -> None:
-    """Raises if attention weights are to be dropped."""
     if rate > 0 and not is_off:
         raise NotImplementedError(
             f"{op}: got a dropout rate of {rate}, but attention weights are never stored, so none "

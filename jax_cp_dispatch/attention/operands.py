@@ -26,8 +26,6 @@ from jax_cp_dispatch.masks.mask import PACKED, Order
 
 
 class Operands(NamedTuple):
-    """What attention reads."""
-
     # Queries, keys and values. With an expansion, k are the arrays of latent rows, `[B, T, 1, F]`
     # each, and v is None.
     q: Any

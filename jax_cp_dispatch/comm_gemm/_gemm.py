@@ -573,7 +573,6 @@ register_lowering(Operation.GROUPED_GEMM, _lower_groups_by_xla, on=[XLA])
 def grouped_gemm_by_xla(
     lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, group_sizes, *, call: GemmCall
 ):
-    """Computes a grouped gemm with `jax.lax.ragged_dot_general`."""
     wide = sum_dtype(call.out_dtype)
     num_rows = lhs.shape[0]
     is_row = jnp.arange(num_rows)[:, None] < group_sizes.sum()

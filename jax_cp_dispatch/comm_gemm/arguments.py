@@ -88,7 +88,6 @@ def check_operand_types(op: str, mode: ScalingMode | None, **operands: Array) ->
 
 
 def result_dtype(op: str, x: Array, w: Array, preferred: Any) -> str:
-    """Returns the name of the result's type."""
     is_scaled = x.dtype.name in BYTE_FLOATS
     natural = jnp.dtype(jnp.bfloat16) if is_scaled else jnp.promote_types(x.dtype, w.dtype)
     name = dtype_name(natural if preferred is None else preferred)

@@ -315,7 +315,6 @@ def _read_operands(options: MatmulOptions, x: Any, w: Any, bias: Any) -> MatmulO
 def _matmul(
     options: MatmulOptions, operands: MatmulOperands, state: MatmulScaling | None
 ) -> tuple[Array, ...]:
-    """Computes the products of a call, one for each weight."""
     op, gathers, x, w = options.op, options.gathers, operands.x, operands.ws[0]
     if options.gathered not in ("keep", "again"):
         raise ValueError(
@@ -462,7 +461,6 @@ def _over_explicit_axes(run: Any, operands: MatmulOperands, state) -> tuple[Arra
 
 
 def _of_rank(s: Matmul, operands: MatmulOperands, state) -> tuple[Array, ...]:
-    """Computes the differentiable matmul with one rank's arguments."""
     names = s.comm.axis_names
     # The axes of the ranks, if JAX tracks over which axes arrays vary.
     also = frozenset().union(*(varying_axes(jax.lax.axis_index(name)) for name in names))
@@ -508,7 +506,6 @@ _one_program = jax.jit(_products, static_argnums=0, inline=True)
 def _of_all_ranks(
     s: Matmul, context: CallContext, operands: MatmulOperands, state
 ) -> tuple[Array, ...]:
-    """Computes the matmul of global arrays."""
     gathers, p = s.gathers, s.comm.num_ranks
     for w in operands.ws:
         split = w.shape[1 if gathers else 0]

@@ -88,8 +88,6 @@ def collapse(shape: tuple[int, ...], boundary: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
-    """The static parts of one gemm."""
-
     op: str  # the public function, for messages
     comm: Communicator  # the ranks; without axes the call does not communicate
     # Leading dimensions that are rows
@@ -200,7 +198,6 @@ class GemmCall:
         return _like((num_bytes // dtype.itemsize,), dtype) if num_bytes else None
 
     def attributes(self, operands: GemmOperands, num_threads: int = 1) -> dict[str, Any]:
-        """Returns the attributes that the handler reads."""
         overlap, aux = self.overlap, operands.aux_in
         return {
             "op": self.op,
@@ -431,7 +428,6 @@ def gpu_attributes(call: GemmCall, operands: GemmOperands) -> dict[str, Any]:
 
 
 def _lower_on_gpu(ctx, *values, call: GemmCall, tree, results, choice: Chosen):
-    """Lowers a call, or leaves it to XLA."""
     operands = jax.tree.unflatten(tree, ctx.avals_in)
     missing = _what_gpus_lack(call, operands)
     if choice.implementation is NCCL_WINDOW:

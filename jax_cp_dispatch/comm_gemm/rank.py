@@ -436,7 +436,6 @@ def _dense(s: Matmul, keeps: bool, arrays: _Arrays):
 
 
 def pad_rows(x, num_rows: int):
-    """Pads x to `num_rows` rows."""
     missing = num_rows - x.shape[-2]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
 

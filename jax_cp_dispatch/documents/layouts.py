@@ -122,7 +122,6 @@ def halves_in_zigzag(num_ranks: int, num_tokens: int) -> SequenceLayout:
 
 
 def check_layout(op: str, layout: Any) -> None:
-    """Requires one of the layouts."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"{op}: layout is {layout!r}; it needs to be one of {', '.join(map(repr, LAYOUTS))}."

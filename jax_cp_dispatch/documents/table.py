@@ -157,7 +157,6 @@ def document_lengths(
 
 
 def require_host(op: str, **arguments: Any) -> None:
-    """Requires that this process knows all values."""
     for name, value in arguments.items():
         if isinstance(value, jax.core.Tracer):
             raise TypeError(

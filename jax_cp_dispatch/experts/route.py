@@ -303,8 +303,6 @@ def route(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The static parts of a call."""
-
     options: CollectiveOptions
     num_ranks: int
     num_experts: int
@@ -315,7 +313,6 @@ class _Plan:
 
 @jax.named_scope("cpd.plan")
 def _on_rank(plan: _Plan, expert_index: Any, weights: Any, physical_to_logical: Any) -> Routing:
-    """Plans the part of one rank."""
     rank = rank_index(plan.options.axis_names)
     given = [x for x in (expert_index, weights, physical_to_logical) if x is not None]
     given = jax.lax.stop_gradient(given)

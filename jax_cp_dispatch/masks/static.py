@@ -128,8 +128,6 @@ class SlidingWindow(StaticMask):
 
 @dataclasses.dataclass(frozen=True)
 class _OfChunks(StaticMask):
-    """A mask of chunks of `size` tokens."""
-
     size: int
 
     def __post_init__(self) -> None:

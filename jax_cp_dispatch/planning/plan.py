@@ -438,7 +438,6 @@ def check_groups(op: str, plan: Any, *, num_groups: int, batch: tuple[str, ...])
 
 
 def check_plan(op: str, plan: Any) -> None:
-    """Requires a plan."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"{op}: plan is of type {type(plan).__name__}; it needs to be a Plan. Pass "

@@ -114,7 +114,6 @@ class PlanRequest(NamedTuple):
     layers: tuple[int, ...] = (1,)  # the weight of this mask, and of those
 
     def with_mask(self, mask: Mask) -> PlanRequest:
-        """Returns the request of a plan for this mask."""
         seen = mask if isinstance(mask, StaticMask) else query_table(mask, self.documents)
         return self._replace(mask=mask, seen=seen)
 
@@ -263,7 +262,6 @@ class PlannedPieces(NamedTuple):
     origin: Any = None
 
     def take(self, index: Any) -> PlannedPieces:
-        """Returns these of the pieces."""
         taken: Any = (x if x is None else x[index] for x in self)
         return PlannedPieces(*taken)
 

@@ -23,8 +23,6 @@ _MOST_ROWS = 2**30
 
 
 class LocalRuns(NamedTuple):
-    """The runs of one rank."""
-
     # The first row of each run, ascending; unused runs have the number of rows, or more
     row: Int32[Any, " P"]
     # The place in its document of that row's token; -1 in a run of padding

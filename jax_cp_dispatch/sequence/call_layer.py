@@ -57,7 +57,6 @@ class LayerOptions(TypedDict, total=False):
 
 
 def exchange_of(op: str, call: LayerOptions) -> CollectiveOptions:
-    """Returns the checked options of the exchanges of a layer."""
     given = (call.get(name) for name in ("mesh", "implementation", "deadline"))
     return read_options(op, call["axis_name"], *given)
 
@@ -71,8 +70,6 @@ def exchange_of(op: str, call: LayerOptions) -> CollectiveOptions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """The state of a call."""
-
     # Before the first document of each batch row, [B, ...]; None: documents begin here
     initial: Any = None
     # Whether the call returns that behind the last ones (static)
@@ -232,7 +229,6 @@ def _of_no_tokens(layer: Layer, tokens: Any, weights: Any, carried: Carried) -> 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _program(layer: Layer, axes: MeshAxes, tokens, weights, carried, given):
-    """Computes the part of every rank, where `axes` are made manual."""
     op, num_devices = layer.exchange.op, axes.num_devices(axes.heads)
     if layer.num_heads is not None:  # those that the devices of the heads divide
         repeated = {x: axes.repeat_kv_heads(tokens[x], layer.num_heads) for x in layer.grouped}

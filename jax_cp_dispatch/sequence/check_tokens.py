@@ -170,7 +170,6 @@ def _words(x: Any) -> Any:
 
 
 def _read(op: str, arrays: Any, documents: Any) -> list[Any]:
-    """Returns the checked arrays."""
     check_type(op, "documents", documents, Documents, "Pass Documents(segment_ids, positions).")
     leaves, shape = jax.tree.leaves(arrays), documents.segment_ids.shape
     for number, x in enumerate(leaves):

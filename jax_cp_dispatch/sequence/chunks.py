@@ -35,7 +35,6 @@ def dot(
 
 
 def across(x: Array) -> Array:
-    """Returns the transposed matrices."""
     return x.swapaxes(-1, -2)
 
 

@@ -409,8 +409,6 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A recurrence of matrices on one rank."""
-
     # Returns the steps of chunks, their queries, scores and log decays; see `_delta_rule`
     prepare: Callable[..., tuple[Steps, Array, Array, Array | None]]
     scale: float  # factor on the output

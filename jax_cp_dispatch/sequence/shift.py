@@ -210,8 +210,6 @@ def shift(
 
 
 class _Shift(NamedTuple):
-    """The shift of one rank's rows; hashable."""
-
     offset: int
     fill: Any
 

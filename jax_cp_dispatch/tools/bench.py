@@ -46,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of all sections."""
-
     repeats: int  # rounds of interleaved runs
     # Rows per rank of an exchange in bfloat16, and their shape
     moved_tokens: int
@@ -157,7 +155,6 @@ def _rows(
 
 
 def movement(ranks: Ranks, tokens: int, feature: tuple[int, ...], dtype: Any) -> Iterator[Row]:
-    """Measures the bandwidth of an exchange."""
     exchange = programs.ExchangeProgram(ranks, tokens, feature, dtype)
     exchange.check()
     ours = {programs.MEMCPY: exchange.limit()} | exchange.runs

@@ -155,7 +155,6 @@ def pack(texts: Iterable[bytes], *, num_tokens: int, longest: int) -> tuple[np.n
 
 @partial(jax.jit, static_argnums=0)
 def _with_gradients(attend: Callable[..., Any], q, k, v, dout, **options):
-    """Returns the output, and the gradients of q, k and v."""
     out, pull_back = jax.vjp(partial(attend, **options), q, k, v)
     return out, *pull_back(dout)
 

@@ -38,8 +38,6 @@ _MARKS = {"ok": "ok", "missing": "--", "wrong": "XX"}
 
 
 class Finding(NamedTuple):
-    """One row of the report."""
-
     name: str  # what was checked
     found: str  # what was found
     # "ok"; "missing" if the package works without it; "wrong" if it does not

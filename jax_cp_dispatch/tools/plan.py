@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status 0."""
     if options.heads % options.kv_heads:
         raise InputError(
             f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}. Pass a "

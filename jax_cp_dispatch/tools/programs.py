@@ -82,7 +82,6 @@ class Ranks:
     def measure(
         self, runs: Mapping[str, Callable[[], Any]], *, longest: float = 5.0
     ) -> dict[str, float]:
-        """Returns the median seconds of each run, interleaved."""
         limit = longest if jax.process_count() == 1 else None
         calls = 10 if self.is_gpu else 1
         seconds = interleaved(runs, self.repeats, longest=limit, calls=calls)

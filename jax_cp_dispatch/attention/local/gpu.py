@@ -79,7 +79,6 @@ def kernels_serve(q, v) -> bool:
 
 
 def why_not(dtype, head_sizes: tuple[int, int]) -> str | None:
-    """Returns why the kernels do not serve a call; None if they do."""
     if os.environ.get("JAX_CP_DISPATCH_ATTENTION_KERNEL", "1") == "0":
         return "JAX_CP_DISPATCH_ATTENTION_KERNEL=0 is set"
     if runtime.cuda is None:
@@ -264,7 +263,6 @@ def cudnn_version() -> int:
 
 
 def _what_cudnn_lacks(options: PassOptions, q, v, backward: bool, has_more: bool) -> str | None:
-    """Returns why cuDNN does not serve a pass; None if it does."""
     H, Hv = q.shape[3], v.shape[3]
     if options.dense is None:
         return "it has no ranges, and these are not known to be dense"

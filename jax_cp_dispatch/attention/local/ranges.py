@@ -162,7 +162,6 @@ def block_of(x, index: BlockIndex):
 
 
 def set_block(x, index: BlockIndex, block):
-    """Returns `x` with `block` at `index`."""
     block = block.reshape(index.num_matrices, 1, *block.shape[1:])
     return lax.dynamic_update_slice(x, block, index.corner(x), allow_negative_indices=False)
 
