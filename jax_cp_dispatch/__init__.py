@@ -22,7 +22,7 @@ from jax_cp_dispatch import (
     selected,
     sequence,
 )
-from jax_cp_dispatch._dispatch import (
+from jax_cp_dispatch._dispatch.movement import (
     combine,
     combine_qkv,
     combine_start,

@@ -7,18 +7,22 @@ from typing import Any
 
 from jax._src import (
     custom_partitioning,
-    distributed,  # the client of jax.distributed, and how it is shut down
+    distributed as distributed,  # the client of jax.distributed, and how it is shut down
     lib,
-    xla_bridge,  # whether the backends have started
+    xla_bridge as xla_bridge,  # whether the backends have started
 )
 from jax._src.core import (
-    get_axis_env,  # the axes of jax.vmap
-    trace_state_clean,  # whether nothing is traced
+    get_axis_env as get_axis_env,  # the axes of jax.vmap
+    trace_state_clean as trace_state_clean,  # whether nothing is traced
 )
-from jax._src.cudnn import fused_attention_stablehlo  # cuDNN's attention with its lse
-from jax._src.dispatch import prim_requires_devices_during_lowering
-from jax._src.mesh import get_concrete_mesh  # get_mesh fails during tracing
-from jax._src.sharding_impls import parse_flatten_op_sharding
+
+# cuDNN's attention with its lse
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention_stablehlo
+from jax._src.dispatch import (
+    prim_requires_devices_during_lowering as prim_requires_devices_during_lowering,
+)
+from jax._src.mesh import get_concrete_mesh as get_concrete_mesh  # get_mesh fails during tracing
+from jax._src.sharding_impls import parse_flatten_op_sharding as parse_flatten_op_sharding
 
 # By address, the partitions of the programs that are being compiled, with their attributes
 # `partition` and `mesh`; None if JAX has no such table.
@@ -30,18 +34,3 @@ COMPILATION_EVENT = "/jax/core/compile/backend_compile_duration"
 _extension: Any = lib._jax  # pyright: ignore[reportPrivateImportUsage]
 get_distributed_runtime_client = _extension.get_distributed_runtime_client
 get_distributed_runtime_service = _extension.get_distributed_runtime_service
-
-__all__ = [
-    "COMPILATION_EVENT",
-    "distributed",
-    "fused_attention_stablehlo",
-    "get_axis_env",
-    "get_concrete_mesh",
-    "get_distributed_runtime_client",
-    "get_distributed_runtime_service",
-    "parse_flatten_op_sharding",
-    "prim_requires_devices_during_lowering",
-    "sharding_callbacks",
-    "trace_state_clean",
-    "xla_bridge",
-]

@@ -4,30 +4,16 @@ A policy can keep a value only under its name, so a forward rule names what its 
 and what is expensive to compute again. Outside `jax.checkpoint`, a name has no effect.
 """
 
-from typing import TypeVar
+from functools import partial
 
 from jax.ad_checkpoint import checkpoint_name
 
 PAIRS = "cpd.pairs"
 
-T = TypeVar("T")
-
-
-def named_context(kept: T) -> T:
-    """Names values for checkpoint policies: keeping them saves attention or exchanges."""
-    return checkpoint_name(kept, "context")
-
-
-def checkpoint_name_kv(kept: T) -> T:
-    """Names queries, keys and values that came from other ranks."""
-    return checkpoint_name(kept, "context_received")
-
-
-def named_gathered_tokens(kept: T) -> T:
-    """Names the rows of all ranks, which the gradient of a weight reads."""
-    return checkpoint_name(kept, "gathered_tokens")
-
-
-def named_pairs(kept: T) -> T:
-    """Names what a recurrence computes between pairs of rows; its own policy keeps it."""
-    return checkpoint_name(kept, PAIRS)
+# Keeping these saves attention or exchanges; then queries, keys and values of other ranks; the rows
+# of all ranks, which the gradient of a weight reads; and what a recurrence computes between pairs
+# of rows, which its own policy keeps.
+named_context = partial(checkpoint_name, name="context")
+checkpoint_name_kv = partial(checkpoint_name, name="context_received")
+named_gathered_tokens = partial(checkpoint_name, name="gathered_tokens")
+named_pairs = partial(checkpoint_name, name=PAIRS)

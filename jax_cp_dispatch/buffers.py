@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_cp_dispatch._dispatch import (
+from jax_cp_dispatch._dispatch.buffers import (
     create_dispatch_buffer,
     destroy_all_dispatch_buffers,
     destroy_dispatch_buffer,

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float
 
 from jax_cp_dispatch._arguments import is_on_host
+from jax_cp_dispatch._ranks.communicator import axes_of
 from jax_cp_dispatch._ranks.options import (
     CollectiveOptions,
     can_check_varying,
@@ -133,19 +134,19 @@ def find_axes(
     mesh = _find_mesh(options, arrays)
     given = {"axis_name": options.axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
     for keyword, named in given.items():
-        if not set(_names(named)) <= set(mesh.axis_names):
+        if not set(axes_of(named)) <= set(mesh.axis_names):
             raise ValueError(
                 f"{op}: {keyword} is {named!r} but the mesh has axes {tuple(mesh.axis_names)}. "
                 "Name some of these, or pass the mesh that has it."
             )
-    used = [name for named in given.values() for name in _names(named)]
+    used = [name for named in given.values() for name in axes_of(named)]
     if len(set(used)) < len(used):
         raise ValueError(
             f"{op}: {', '.join(f'{keyword} is {named!r}' for keyword, named in given.items())}; a "
             "mesh axis can shard one dimension only. Name each once."
         )
     refuse_mapped_explicit_axes(op, mesh)
-    batch, heads = _names(batch_axis), _names(head_axis)
+    batch, heads = axes_of(batch_axis), axes_of(head_axis)
     if batch_axis is None:
         batch = _infer(op, 0, arrays, mesh, (*ranks, *heads), covers_batch)
     if head_axis is None:
@@ -238,7 +239,7 @@ def _axes_of(
         if isinstance(sharding, NamedSharding) and dim < len(sharding.spec):
             sizes = sharding.mesh.shape
             is_here = lambda name, sizes=sizes: 1 < sizes[name] == mesh.shape.get(name)
-            names = _names(sharding.spec[dim])
+            names = axes_of(sharding.spec[dim])
             if seen := tuple(x for x in names if x not in hidden and is_here(x)):
                 return seen, ()
     if not is_traced(arrays) or not (size := (*arrays[0].shape, 0)[dim]):
@@ -286,10 +287,6 @@ def _warn_once(op: str, about: str, message: str) -> None:
 def explicit_names(mesh: Any) -> tuple[str, ...]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
-
-
-def _names(axes: Names) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 # ---- The documents of a call, and one program on all ranks.

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_cp_dispatch._dispatch import xla
 from jax_cp_dispatch._dispatch.arguments import Exchange
 from jax_cp_dispatch._ranks import runtime
-from jax_cp_dispatch._ranks.communicator import call_site, rank_index
+from jax_cp_dispatch._ranks.communicator import axes_of, call_site, rank_index
 from jax_cp_dispatch._ranks.gpu import all_ranks_here, what_pointers_lack, why_slab_is_full
 from jax_cp_dispatch._ranks.implementations import (
     NCCL_WINDOW,
@@ -259,7 +259,6 @@ def place_arrays(
 def row_spec(sharding: Any, num_dims: int, rows: Any, is_free: Callable[[str], bool]) -> P:
     """Returns a spec with rows over `rows`; other dimensions keep their free axes."""
     spec = tuple(getattr(sharding, "spec", ())) + (None,) * num_dims
-    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     return P(rows, *(tuple(filter(is_free, axes_of(entry))) or None for entry in spec[1:num_dims]))
 
 

@@ -18,6 +18,11 @@ from jax_cp_dispatch._jax_private import get_concrete_mesh
 AxisName = str | tuple[str, ...]
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of a keyword, or of an entry of a `PartitionSpec`: one, several or none."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def check_axis_name(op: str, axis_name: Any) -> tuple[str, ...]:
     """Requires one mesh axis, or several different ones."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name

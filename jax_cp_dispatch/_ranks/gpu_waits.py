@@ -53,8 +53,8 @@ class WaitLog:
         self._since: dict[Any, float] = {}
         self._printed_at: dict[Any, float] = {}
 
-    def update(self, found: Iterable[tuple], now: float) -> list[WaitingCall]:
-        """Returns the calls that wait.
+    def update(self, found: Iterable[tuple], now: float) -> dict[Any, WaitingCall]:
+        """Returns the calls that wait, by channel and number.
 
         `found` are (channel, op, rank, call, missing ranks, their processes) of each rank that
         waits; `now` is in seconds.
@@ -64,8 +64,8 @@ class WaitLog:
             for one in found:
                 of_calls.setdefault((one[0], one[3]), []).append(one)
             self._since = {key: self._since.get(key, now) for key in of_calls}
-            return [
-                WaitingCall(
+            return {
+                key: WaitingCall(
                     op=rows[0][1],
                     call=key[1],
                     ranks=tuple(sorted(row[2] for row in rows if row[2] >= 0)),
@@ -74,16 +74,13 @@ class WaitLog:
                     seconds=now - self._since[key],
                 )
                 for key, rows in of_calls.items()
-            ]
+            }
 
     def due(self, found: Iterable[tuple], now: float) -> list[str]:
         """Returns what is to be printed now; arguments as of `update`."""
-        found = list(found)
-        calls = self.update(found, now)
-        keys = dict.fromkeys((one[0], one[3]) for one in found)
-        self._printed_at = {key: self._printed_at.get(key, _FIRST_SECONDS) for key in keys}
-        texts = []
-        for key, call in zip(keys, calls, strict=True):
+        calls, texts = self.update(found, now), []
+        self._printed_at = {key: self._printed_at.get(key, _FIRST_SECONDS) for key in calls}
+        for key, call in calls.items():
             if call.seconds >= self._printed_at[key]:
                 texts.append(call.describe())
                 while call.seconds >= self._printed_at[key]:
@@ -110,7 +107,7 @@ def waiting_calls() -> list[WaitingCall]:
     (`CUDA_DEVICE_MAX_CONNECTIONS=1`) may not be readable, and is then left out. After a minute of
     waiting, the same is printed.
     """
-    return _log.update(_found(), time.monotonic())
+    return list(_log.update(_found(), time.monotonic()).values())
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from jax_cp_dispatch._jax_private import get_axis_env, trace_state_clean
 from jax_cp_dispatch._ranks.communicator import (
     AxisName,
     Communicator,
+    axes_of,
     check_axis_name,
     check_deadline,
     check_mesh,
@@ -111,7 +112,6 @@ def is_in_program(arrays: Iterable[Any]) -> bool:
 def retype(x: Any, mesh: Any, spec: P) -> Any:
     """Shards an array over the explicit axes of `spec`; types do not show the others."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     typed = lambda entry: tuple(a for a in axes_of(entry) if kinds[a] == AxisType.Explicit) or None
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*map(typed, spec))))
 

@@ -15,7 +15,8 @@ from jaxtyping import Array, Int, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import check_integer
 from jax_cp_dispatch._arrays import divided, take_in_bounds
-from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import AxisName, num_ranks_here
 from jax_cp_dispatch._ranks.options import CollectiveOptions, read_options

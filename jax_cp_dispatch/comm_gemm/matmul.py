@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._ranks.communicator import AxisName, other_axes
+from jax_cp_dispatch._ranks.communicator import AxisName, axes_of, other_axes
 from jax_cp_dispatch._ranks.options import (
     CallContext,
     find_ranks,
@@ -541,7 +541,6 @@ def _explicit_axes(s: Matmul, context: CallContext, operands: MatmulOperands):
     )
     x, num_dims = operands.x, len(operands.tokens_shape)
     spec = (*jax.typeof(x).sharding.spec, *(None,) * num_dims)[:num_dims]
-    axes_of = lambda entry: (entry,) if isinstance(entry, str) else entry or ()
     *batch, tokens = [tuple(filter(is_free, axes_of(entry))) for entry in spec]
     return [axes or None for axes in batch], dividing_axes(s, mesh, tokens)
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import sum_dtype
 from jax_cp_dispatch._jax_private import get_concrete_mesh, parse_flatten_op_sharding
-from jax_cp_dispatch._ranks.communicator import Communicator, other_axes
+from jax_cp_dispatch._ranks.communicator import Communicator, axes_of, other_axes
 from jax_cp_dispatch._ranks.lowering import partitioned, program_mesh
 from jax_cp_dispatch._ranks.options import vary_alike, with_manual_axes
 from jax_cp_dispatch._text import say_once
@@ -463,8 +463,7 @@ def dim_axes(sharding: Any, mesh: Any, num_dims: int) -> list[tuple[str, ...]]:
         (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(num_dims), mesh)
     except (ValueError, NotImplementedError, StopIteration):
         spec = ()
-    axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return axes + [()] * (num_dims - len(axes))
+    return [*map(axes_of, spec), *[()] * (num_dims - len(spec))]
 
 
 def split_tokens(s: Matmul, x):

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
-from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch.documents.segment_ids import Ids, number_ids
 from jax_cp_dispatch.masks import Mask

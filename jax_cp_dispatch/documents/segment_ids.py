@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Int, Int32, Integer, PyTree
 
 from jax_cp_dispatch._arguments import HostOrDevice, clip_to_int32, is_on_host
 from jax_cp_dispatch._arrays import are_all, run_begins, running_max, running_maxima
-from jax_cp_dispatch._dispatch import move, outgoing
+from jax_cp_dispatch._dispatch.arguments import outgoing
+from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._dispatch.xla import AllGather
 from jax_cp_dispatch._door import check_annotated
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike

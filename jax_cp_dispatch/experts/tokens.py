@@ -22,8 +22,15 @@ from jaxtyping import Array, Float, Inexact, Int32, PyTree, Shaped
 
 from jax_cp_dispatch._arguments import HostOrDevice, check_type
 from jax_cp_dispatch._arrays import only_if_right, sum_dtype
-from jax_cp_dispatch._dispatch import Argument, move, name_of_transpose, outgoing, returning
-from jax_cp_dispatch._dispatch.arguments import check_movable, rows_per_rank
+from jax_cp_dispatch._dispatch.arguments import (
+    Argument,
+    check_movable,
+    outgoing,
+    returning,
+    rows_per_rank,
+)
+from jax_cp_dispatch._dispatch.movement import move
+from jax_cp_dispatch._dispatch.primitives import name_of_transpose
 from jax_cp_dispatch._door import door
 from jax_cp_dispatch._ranks.communicator import rank_index
 from jax_cp_dispatch._ranks.implementations import IMPLEMENTATIONS

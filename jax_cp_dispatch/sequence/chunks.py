@@ -266,10 +266,6 @@ def _channel_scores(rows, k, log):
     return tuple(lax.scan(level, start, _levels(k.shape[-2], k.dtype))[0])
 
 
-def _channel_scores_forward(rows, k, log):
-    return _channel_scores(rows, k, log), (rows, k, log)
-
-
 def _channel_scores_backward(saved, gradients):
     rows, k, log = saved
     on_diagonal = [jnp.diagonal(g, axis1=-2, axis2=-1)[..., None] for g in gradients]
@@ -293,7 +289,7 @@ def _channel_scores_backward(saved, gradients):
     return tuple(drows), dk, dlog
 
 
-_channel_scores.defvjp(_channel_scores_forward, _channel_scores_backward)
+_channel_scores.defvjp(lambda *x: (_channel_scores(*x), x), _channel_scores_backward)
 
 
 def _levels(size: int, dtype: Any) -> tuple[Float[Array, "n C C"], Float[Array, "n C C"]]:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cp_dispatch._dispatch import combine, dispatch
+from jax_cp_dispatch._dispatch.movement import combine, dispatch
 from jax_cp_dispatch._ranks.implementations import available_implementations
 from jax_cp_dispatch._ranks.processes import initialize
 from jax_cp_dispatch.attention.local.gpu import largest_of_cudnn, why_not

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_cp_dispatch._dispatch import combine, dispatch
+from jax_cp_dispatch._dispatch.movement import combine, dispatch
 from jax_cp_dispatch._ranks.runtime import raise_gpu_errors
 from jax_cp_dispatch.attention import context_parallel_attention
 from jax_cp_dispatch.comm_gemm import all_gather_matmul, matmul_reduce_scatter

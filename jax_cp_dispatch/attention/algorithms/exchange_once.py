@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_cp_dispatch._arrays import are_covered, only_if_right, sum_dtype
-from jax_cp_dispatch._dispatch import Argument, move, start
+from jax_cp_dispatch._dispatch.arguments import Argument
+from jax_cp_dispatch._dispatch.movement import move, start
 from jax_cp_dispatch._ranks.implementations import moves_beside_work
 from jax_cp_dispatch._ranks.options import CollectiveOptions
 from jax_cp_dispatch._residuals import named_context

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int, Int64
 
 from jax_cp_dispatch._arrays import take_in_bounds
-from jax_cp_dispatch._dispatch import Argument, outgoing, returning
+from jax_cp_dispatch._dispatch.arguments import Argument, outgoing, returning
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
 from jax_cp_dispatch.attention.algorithms.algorithm import Algorithm, RankProgram, Shape

@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jax_cp_dispatch._arrays import sum_dtype
-from jax_cp_dispatch._dispatch import move, outgoing, returning
+from jax_cp_dispatch._dispatch.arguments import outgoing, returning
+from jax_cp_dispatch._dispatch.movement import move
 from jax_cp_dispatch._dispatch.xla import AllGather, AllToAll
 from jax_cp_dispatch._ranks.options import CollectiveOptions, vary_alike
 from jax_cp_dispatch._residuals import checkpoint_name_kv, named_context
