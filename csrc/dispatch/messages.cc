@@ -32,7 +32,9 @@ std::string OtherBatch(int64_t part, int64_t expected, int64_t seen, const std::
   if (part == 0 && expected == kWrongMask) {
     return ": the mask is not one of these tokens and documents. Make it from whole batch rows in "
            "packed order, and permute it like the tokens. In each document, the prefix of PrefixLM "
-           "and the prompt of SharedPrefix come first, and the spans of Tree in depth-first order.";
+           "and the prompt of SharedPrefix come first, and the spans of Tree in depth-first order. "
+           "The picks of Selected are positions that the query sees, ascending, and -1 after the "
+           "last.";
   }
   if (part == 0 && expected <= kWrongTokens) {
     const int64_t array = (kWrongTokens - expected) / 2;

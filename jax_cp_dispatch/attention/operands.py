@@ -214,6 +214,8 @@ def read_operands(
     rows.
     """
     expand, weights, weight_specs = expanding
+    if expand is None and (weights is not None or weight_specs is not None):
+        raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
     if value_size is not None:
         if v is not None or expand is not None:
             raise TypeError(
@@ -236,8 +238,6 @@ def read_operands(
     if expand is None:
         if v is None:
             raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
-        if weights is not None or weight_specs is not None:
-            raise TypeError(f"{op}: got weights or weight_specs without expand. Pass it too.")
         step = "For queries and keys of different lengths, use local_attention on one device."
         check_annotated(op, _Keys, {"q": q, "k": k, "v": v}, {"k": step})
         return Operands(q, k, v, sink), None

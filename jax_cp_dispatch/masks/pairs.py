@@ -109,7 +109,9 @@ def _visible(ranges: MaskRanges, xp: Any) -> Any:
         return in_order, first, last, count
 
     def count_below(values):
-        state = values.reshape(-1), first.reshape(-1), last, xp.zeros_like(bound)
+        values = values.reshape(-1)
+        zero = 0 * (values + first.reshape(-1) + last)  # a loop's carry varies over the same axes
+        state = values + zero, first.reshape(-1) + zero, last + zero, zero
         if xp is jnp:
             return jax.lax.fori_loop(0, bits, one_bit, state)[-1]
         return functools.reduce(lambda state, i: one_bit(i, state), range(bits), state)[-1]

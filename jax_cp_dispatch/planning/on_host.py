@@ -2,6 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -183,6 +185,17 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
     """
     config, num_ranks = request.config, request.num_ranks
     check_ranks(_OP, config, num_ranks)
+    none: dict[str, Any] = dict.fromkeys(CAPACITIES)
+    free = request
+    if set(attrgetter(*CAPACITIES)(config)) != {None}:
+        free = request._replace(config=dataclasses.replace(config, **none))
+    in_order = request.mask if request.mask.has_arrays else None
+    plan_of = partial(_make_plan, in_order=in_order, is_placed=False)
+    best = _move_queries(free)
+    try:  # first the plan with the best balance: a search under capacities gives balance up
+        return plan_of(request, *best)
+    except DoesNotFitError:
+        pass
     try:
         check_longest_keys(_OP, request)
         num_queries = int(request.documents.lengths.sum())
@@ -193,12 +206,9 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
                 f"receives at least {mean} of them, but q_capacity is {config.q_capacity}. Pass "
                 f"q_capacity>={mean} or None in PlanConfig."
             )
-        return _move_queries(request)
+        return plan_of(request, *_move_queries(request))
     except DoesNotFitError as error:
-        # The search under capacities gives up balance, so its own needs would mislead.
-        none: dict[str, Any] = dict.fromkeys(CAPACITIES)
-        free = request._replace(config=dataclasses.replace(config, **none))
-        needs = np.asarray(_move_queries(free).largest_needs)[0]
+        needs = np.asarray(plan_of(free, *best).largest_needs)[0]
         if fallback is None:
             needed = (f"{name}={need}" for name, need in zip(CAPACITIES, needs, strict=True))
             raise DoesNotFitError(
@@ -207,8 +217,8 @@ def _plan_on_host(request: PlanRequest, *, fallback: str | None) -> Plan:
         return fallback_plan(request, needs, is_placed=False)
 
 
-def _move_queries(request: PlanRequest) -> Plan:
-    """Returns the plan of queries that `csrc/planner` assigns to ranks."""
+def _move_queries(request: PlanRequest) -> tuple[PlannedPieces, PlannedPieces]:
+    """Returns the pieces that each rank computes, by `csrc/planner`, and their keys."""
     documents, config = request.documents, request.config
     limits: dict[str, Any] = {
         "columns": (documents.first % documents.columns).tolist(),
@@ -224,10 +234,7 @@ def _move_queries(request: PlanRequest) -> Plan:
         limits["query_time"] = config.row_times(rows, request.num_ranks)
     requests = (request, *request.beside)
     problem = native_problem(native.QueryProblem, requests, limits, request.layers)
-    assigned = native.move_queries(problem)
-    pieces, spans = lay_out(assigned.astype(np.int64), request)
-    in_order = request.mask if request.mask.has_arrays else None
-    return _make_plan(request, pieces, spans, in_order, is_placed=False)
+    return lay_out(native.move_queries(problem).astype(np.int64), request)
 
 
 def plan_placed(request: PlanRequest, held: PlannedPieces, in_order: Mask | None) -> Plan:

@@ -412,13 +412,25 @@ def place_tokens(
     placed: list[Any] = []
     reasons = []
     for number, requests in enumerate(groups):
+        none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
+        free = [x._replace(config=dataclasses.replace(config, **none)) for x in requests]
+        best = _assigned(free, layers)
+        try:  # first the placement with the best balance
+            placed.append(_place(requests, best))
+            continue
+        except DoesNotFitError:
+            pass
         try:
-            placed.append(_place(requests, layers))
+            placed.append(_place(requests, _assigned(requests, layers)))
         except DoesNotFitError as error:
-            text, placed_freely = _place_freely(requests, layers)
-            placed.append(placed_freely)
+            placed.append(_place(free, best))
+            needs = zip(PLACED_CAPACITIES, _largest_needs(placed[-1][2]).tolist(), strict=True)
+            sizes = ", ".join(f"{name}={x}" for name, x in needs)
             where = f"in group {number} of {num_groups}, " if num_groups > 1 else ""
-            reasons.append(f"{_OP}: {where}{str(error).removeprefix(f'{_OP}: ')}{text}")
+            reasons.append(
+                f"{_OP}: {where}{str(error).removeprefix(f'{_OP}: ')} The placement with the best "
+                f"balance needs {sizes}."
+            )
     if reasons and fallback is None:
         raise DoesNotFitError("\n".join(reasons))
     if reasons:
@@ -473,11 +485,11 @@ def _split_groups(
 Placed: TypeAlias = tuple[PlannedPieces | None, Sequence[np.ndarray], tuple[Plan, ...]]
 
 
-def _place(requests: Requests, layers: tuple[int, ...]) -> Placed:
-    """Places the tokens of a group, and plans each mask.
+def _assigned(requests: Requests, layers: tuple[int, ...]) -> PlannedPieces:
+    """Returns the pieces of documents in the rows of the ranks of a group, for all of its masks.
 
     Raises:
-      DoesNotFitError: a capacity of the config is too small.
+      DoesNotFitError: `kv_capacity` is too small.
     """
     request = requests[0]
     for each in requests:
@@ -487,27 +499,20 @@ def _place(requests: Requests, layers: tuple[int, ...]) -> Placed:
     assigned = native.place_documents(problem).astype(np.int64)  # nanobind says "long long"
     # A table of queries needs the pieces of a document in order; other masks take any order.
     with_table = (x for x in requests if isinstance(x.seen, QueryTable))
-    pieces, _ = lay_out(assigned, next(with_table, request))
-    moves = _list_moves(request, pieces)
+    return lay_out(assigned, next(with_table, request))[0]
+
+
+def _place(requests: Requests, pieces: PlannedPieces) -> Placed:
+    """Plans each mask of a group, of which these are the pieces.
+
+    Raises:
+      DoesNotFitError: a capacity of the config is too small.
+    """
+    moves = _list_moves(requests[0], pieces)
     plans = [plan_placed(x, pieces, _put_mask_in_order(x, moves)) for x in requests]
     same = {name: getattr(plans[0], name) for name in _OF_ALL_MASKS}
     plans[1:] = [dataclasses.replace(x, **same) for x in plans[1:]]
     return pieces, moves, tuple(plans)
-
-
-def _place_freely(requests: Requests, layers: tuple[int, ...]) -> tuple[str, Placed | None]:
-    """Places the tokens of a group without limits; says which capacities suffice, all at once.
-
-    Without capacities in the config, the sentence is empty, and nothing is placed.
-    """
-    none: dict[str, Any] = dict.fromkeys(PLACED_CAPACITIES)
-    free = dataclasses.replace(requests[0].config, **none)
-    if free == requests[0].config:
-        return "", None
-    placed = _place([x._replace(config=free) for x in requests], layers)
-    needs = _largest_needs(placed[2]).tolist()
-    sizes = ", ".join(f"{name}={x}" for name, x in zip(PLACED_CAPACITIES, needs, strict=True))
-    return f" The placement with the best balance needs {sizes}.", placed
 
 
 def _left_in_place(requests: Requests, placed: Placed) -> Placed:

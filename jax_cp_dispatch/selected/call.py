@@ -41,11 +41,15 @@ class IndexOptions(TypedDict, total=False):
     num_comm_sm: int | None
 
 
-def read_index(op: str, q_index: Any, k_index: Any, weights: Any) -> tuple[Any, Any, Any]:
+def read_index(
+    op: str, q_index: Any, k_index: Any, weights: Any, relu: Any
+) -> tuple[Any, Any, Any]:
     """Returns the arrays of an index with their groups; 1 if it has none.
 
     q_index `[B, T, G, J, d]`, k_index `[B, T, G or 1, d]` and weights `[B, T, G, J]`, or None.
     """
+    if not isinstance(relu, bool):
+        raise TypeError(f"{op}: relu is {relu!r}; it needs to be a bool. Pass True or False.")
     groups = q_index.shape[2:-2]
     if k_index.shape[2:-1] not in ((), groups) or 0 in q_index.shape[2:]:
         raise ValueError(

@@ -106,7 +106,7 @@ def index_loss(
     References:
       DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.1.
     """
-    q_index, k_index, weights = read_index(_OP, q_index, k_index, weights)
+    q_index, k_index, weights = read_index(_OP, q_index, k_index, weights, relu)
     check_softmax(_OP, scale, logit_soft_cap)
     stopped = jax.tree.map(lax.stop_gradient, (q, k, sink, expand_weights))
     q, k, sink, expand_weights = stopped

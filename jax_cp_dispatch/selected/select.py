@@ -77,14 +77,13 @@ def select_keys(
       DeepSeek-V3.2 (arXiv:2512.02556), section 2.1; MiniMax-M3 and Qwen3.8 for blocks and groups.
     """
     has_groups = q_index.ndim == 5
-    q, k, w = read_index(_OP, q_index, k_index, weights)
+    q, k, w = read_index(_OP, q_index, k_index, weights, relu)
     check_positive(_OP, num_keys=num_keys, block=block)
     refuse_picks(_OP, options.get("mask"))
     if pool not in ("max", "mean"):
         raise ValueError(f"{_OP}: pool is {pool!r}; it needs to be 'max' or 'mean'. Pass one.")
-    for name, x in (("local", local), ("relu", relu)):
-        if not isinstance(x, bool) and not (name == "local" and x is None):
-            raise TypeError(f"{_OP}: {name} is {x!r}; it needs to be a bool. Pass True or False.")
+    if not isinstance(local, bool | None):
+        raise TypeError(f"{_OP}: local is {local!r}; it needs to be a bool. Pass True or False.")
     local = block > 1 if local is None else local
     q, k, w = jax.tree.map(jax.lax.stop_gradient, (q, k, w))
     task = _Select(PickOptions(int(num_keys), int(block), pool, local, relu))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from array_masks import random_mask
+from array_masks import pack_for, random_mask
 from calls import check_qkv, draw_qkv, with_gradients
 from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec as P
@@ -194,6 +194,22 @@ def test_plans_made_inside_a_program_can_be_stacked():
 
     q, k, v, g, segment_ids = operands
     assert jax.eval_shape(planned, q, k, v, segment_ids).shape == g.shape
+
+
+@pytest.mark.parametrize("kind", ["ranges", "block_diffusion"])
+def test_each_rank_plans_for_a_traced_mask(kind):
+    """Its arrays vary over the axis of the ranks, which loops of the planner have to keep."""
+    rng = np.random.default_rng(0)
+    segment_ids, _ = pack_for(kind, rng, B, T, max_length=20)
+    constructor, arrays, _ = random_mask(kind, rng, segment_ids)
+    q = jnp.zeros((B, T, 2, 4))
+    where: Any = {"mesh": permuted_mesh((W,), (AXIS,)), "axis_name": AXIS, "algorithm": "balanced"}
+
+    def attend(segment_ids, *arrays):
+        mask = constructor(*arrays)
+        return context_parallel_attention(q, q, q, segment_ids=segment_ids, mask=mask, **where)
+
+    assert jax.eval_shape(attend, segment_ids, *arrays).shape == q.shape
 
 
 def test_a_sequence_over_two_axes():

@@ -141,6 +141,22 @@ def test_needs_are_the_least_capacities(placed):
 
 
 @KINDS
+def test_with_what_a_plan_of_several_masks_needs_its_balance_is_kept(placed):
+    """The search counts the keys of all masks together, but each plan receives its own."""
+    of: dict[str, Any] = {"world_size": 3, "lengths": [39, 6], "columns": 48}
+    of |= {"masks": (SlidingWindow(4), "causal"), "config": cp.PlanConfig(balance_tolerance=0.02)}
+    if placed:
+        of |= {"world_size": 8, "lengths": [60, 60], "columns": 120, "layers": (278528, 2)}
+        of |= {"masks": ("causal", SlidingWindow(24, 3))}
+        of |= {"config": cp.PlanConfig(balance_tolerance=0.3)}
+    plan_with = cp.place_tokens if placed else cp.plan_attention
+    made = plan_with(**of)
+    sizes = {name: getattr(made.needs, name) for name in CAPACITIES[placed]}
+    again = plan_with(**of | {"config": dataclasses.replace(of["config"], **sizes)})
+    assert again.imbalance == made.imbalance
+
+
+@KINDS
 def test_the_expected_rate_is_kept(placed):
     rng = np.random.default_rng(1)
     sample = [draw(rng) for _ in range(12)]

@@ -222,12 +222,14 @@ def run_unless_empty(
 
 
 def refuse(algorithm: Algorithm, call: Call, mask: Any) -> None:
-    why = algorithm.why_not(call, mask)
-    if why is None and (call.pick_block or call.local) and not algorithm.gathers_keys:
-        step = "'balanced' or 'halo'" if call.order == PACKED else "'halo'"
+    if (call.pick_block or call.local) and not algorithm.gathers_keys:
+        step = {PACKED: "'balanced' or 'halo'", PLACED: "'placed'"}.get(call.order, "'halo'")
+        placing = "" if call.order == PLACED else "; or place the tokens, and pass 'placed'"
         why = (
             f"with algorithm={algorithm.name!r} a rank never has all keys of a query at once, as "
-            f"picked keys need. Pass algorithm={step}; or place the tokens, and pass 'placed'."
+            f"picked keys need. Pass algorithm={step}{placing}."
         )
+    else:
+        why = algorithm.why_not(call, mask)
     if why is not None:
         raise ValueError(f"{call.op}: {why}")
