@@ -50,8 +50,8 @@ def read_mask_of_numbers(op: str, mask: Any) -> StaticMask:
     if not isinstance(mask, StaticMask):
         raise ValueError(
             f"{op}: mask is {mask}, but this needs one of numbers that sees one range of keys, "
-            "such as causal, SlidingWindow or Chunked. For others, plan with plan_attention: the "
-            "plan counts its pairs."
+            "such as causal, SlidingWindow or Chunked. Pass one of these. Plans count the pairs of "
+            "other masks."
         )
     return mask
 

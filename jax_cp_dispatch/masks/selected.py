@@ -47,7 +47,7 @@ class Selected(ArrayMask):
         `Documents.apply` or `Placement.apply`.
     Raises:
       TypeError, ValueError: picks are not integers of these dimensions, k is 0, the block is below
-        1, or the mask has arrays, first tokens or picks.
+        1, the order is none, or the mask has arrays, first tokens or picks.
     """
 
     picks: Int32[Array | np.ndarray, "B T *G k"]
@@ -68,6 +68,8 @@ class Selected(ArrayMask):
         if picks.shape[-1] == 0:
             raise ValueError(f"{_OP}: picks have shape {list(picks.shape)}, without picks. {_STEP}")
         refuse_picks(_OP, within)
+        if not isinstance(order, Order):
+            raise TypeError(f"{_OP}: order is {order!r}. Pass the order of documents, or omit it.")
         object.__setattr__(self, "within", read_mask_of_numbers(_OP, within))
         object.__setattr__(self, "order", order)
         self._store(picks=picks)

@@ -98,8 +98,9 @@ class Plan:
         q_capacity]`, and the queries of each key, `[W, kv_capacity]`; see `local_ranges`.
       num_rows: i32 `[W]`; rows of queries that a rank computes; -1 in a fallback.
       pairs_before, pairs: f32 `[W]`; query-key pairs of each rank if tokens stay in the order of
-        the batch, and with this plan. Inside `jit` they are exact up to 2**24 pairs, beyond that
-        correct to about 1e-4 of the mean.
+        the batch, and with this plan; of several masks the weighted sum, in a unit that makes
+        weights integers. Inside `jit` they are exact up to 2**24 pairs, beyond that correct to
+        about 1e-4 of the mean.
       largest_needs: i32 `[W, 5]`; in every row the largest need of all ranks, in the order of
         `capacities`. See `fits` and `needs`.
       fingerprint: i32 `[W, 4]`; for each rank, the checksum of the whole plan with its config, mask

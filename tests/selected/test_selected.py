@@ -489,6 +489,7 @@ REFUSED = [
     (lambda: Selected(np.zeros((1, 16, 2))), "Selected: picks"),
     (lambda: Selected(PICKS.picks[:, :, :0]), "Selected: .* without picks"),
     (lambda: Selected(0 * PICKS.picks, SlidingWindow(4, first=2)), "Selected: mask is"),
+    (lambda: Selected(PICKS.picks, order="packed"), "Selected: order is .packed."),
     (lambda: cp.Documents(ONES, mask=PICKS), "Documents: .* only attention and index_loss"),
     (lambda: selects(mask=PICKS), "select_keys: .* only attention and index_loss"),
     (lambda: Selected(PICKS.picks, PICKS), "Selected: .* only attention and index_loss"),
