@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_cp_dispatch import available_implementations
 from jax_cp_dispatch._dispatch.arguments import Exchange
+from jax_cp_dispatch._dispatch.lowering import channel_of
 from jax_cp_dispatch._ranks.implementations import program_platform
 from jax_cp_dispatch._ranks.job import is_in_job, publish_and_read_all
 from jax_cp_dispatch.gpu import raise_gpu_errors
@@ -150,9 +150,9 @@ class Program:
             exchange = equation.params.get("exchange")
             # The second call of a pair uses the channel of the first.
             if isinstance(exchange, Exchange) and not equation.primitive.name.endswith("_done"):
-                key = (exchange.comm.num_ranks, exchange.groups, exchange.sums)
-                shapes = tuple(str(operand.aval) for operand in equation.invars)
-                yield (*key, shapes), _channel_bytes(exchange, equation.invars)
+                avals = [operand.aval for operand in equation.invars]
+                sent = exchange.split(avals)[1]
+                yield channel_of(exchange, avals, sent, network=len(set(hosts())) > 1)
 
 
 def transport() -> str:
@@ -164,19 +164,6 @@ def symmetric_bytes(programs: Iterable[Program]) -> int:
     """Returns the symmetric memory for all exchanges: calls that are alike share a channel."""
     channels = dict(pair for program in programs for pair in program.exchanges())
     return sum(channels.values())
-
-
-def _channel_bytes(exchange: Exchange, operands: Any) -> int:
-    """Two halves of tags and rows, and as much again where a network needs a staging area."""
-    arrays = exchange.by_group(exchange.split(operands)[1])
-    num_bytes = 1 << 16
-    for group, of_group in zip(exchange.groups, arrays, strict=True):
-        for array in of_group:
-            row = int(np.prod(array.aval.shape[1:])) * array.aval.dtype.itemsize
-            num_bytes += 2 * group.capacity * (row + 8)
-            if len(set(hosts())) > 1:
-                num_bytes += max(group.capacity, group.num_tokens) * row
-    return num_bytes
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

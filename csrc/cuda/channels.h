@@ -30,24 +30,31 @@ namespace cpd {
 
 // The key of a channel. Calls with the same key share a channel and run in sequence.
 struct ChannelKey {
-  std::string layout;            // everything that determines the memory layout
-  std::vector<int64_t> buffers;  // ids of registered buffers, per operand group; 0: none
-  std::vector<int64_t> devices;  // of the ranks, in order
+  std::string layout;                  // everything that determines the memory layout
+  std::vector<int64_t> buffers;        // ids of registered buffers, per operand group; 0: none
+  std::vector<int64_t> devices;        // of the ranks, in order
+  const void* communicator = nullptr;  // of a window of NCCL; each rank has its own
   const char* maker = "create_dispatch_buffer";  // creates those buffers, for messages
 
   bool operator<(const ChannelKey& other) const {
-    return std::tie(layout, buffers, devices) <
-           std::tie(other.layout, other.buffers, other.devices);
+    return std::tie(layout, buffers, devices, communicator) <
+           std::tie(other.layout, other.buffers, other.devices, other.communicator);
   }
 };
 
-// The sizes of a channel.
+// Makes memory of each rank, with all of them. It stays until the process ends.
+using MakeWindow = std::function<Status(const SlabRequest& request, std::vector<char*>* memory)>;
+
+// The sizes of a channel, and where its memory is: in `window` if there is one.
 struct ChannelShape {
   int64_t bytes;                       // shared among ranks; bytes of each
   int64_t local_bytes;                 // of each local rank; starts with kernels::State
   int num_local;                       // ranks on one device: one or all
   int num_groups;                      // plans, for messages
   std::chrono::milliseconds deadline;  // for other processes to make it too
+  bool in_slab;                        // otherwise on devices of this process
+  MakeWindow window = {};
+  int rank = -1;  // whose window it is: other ranks of this process have channels of their own
 };
 
 // One channel, as one process sees it.
@@ -161,10 +168,11 @@ class Channel {
   static constexpr size_t kBytesOnHost =
       sizeof(kernels::ErrorRecord) + (1 + kernels::kMaxRanks) * sizeof(uint64_t);
 
-  // The stream by which all channels of the current device are read. Called by one thread at a
-  // time.
+  // The stream by which all channels of the current device are read.
   static cudaError_t FindWatch(cudaStream_t* stream) {
     static auto& by_device = *new std::map<int, cudaStream_t>;
+    static std::mutex mutex;  // ranks make channels in windows at the same time
+    std::lock_guard<std::mutex> lock(mutex);
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     cudaStream_t& found = by_device[device];
@@ -199,16 +207,18 @@ class Channel {
     return CudaStatus(error, op, ": allocating a channel's state");
   }
 
-  Status Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
+  Status Make(const std::string& op, const ChannelKey& key, const ChannelShape& shape,
               int64_t process) {
     bytes_ = shape.bytes;
-    in_slab_ = in_slab;
+    in_slab_ = shape.in_slab;
+    in_window_ = shape.window != nullptr;
     num_groups_ = shape.num_groups;
     for (const int64_t entry : key.devices) devices_.push_back(DeviceEntry::From(entry));
     request_ = {op, key.layout, {}, bytes_, kFirstCallDeadlines * shape.deadline};
     for (const DeviceEntry& entry : devices_) request_.processes.push_back(entry.process);
-    Status status =
-        in_slab ? Allocate(op, process) : AllocateOnDevices(op, devices_, bytes_, &memory_);
+    Status status = in_window_ ? shape.window(request_, &memory_)
+                    : in_slab_ ? Allocate(op, process)
+                               : AllocateOnDevices(op, devices_, bytes_, &memory_);
     const DeviceScope restore;
     if (shape.num_local > 1) {
       cudaSetDevice(devices_[0].device);
@@ -217,9 +227,10 @@ class Channel {
       }
     } else {
       for (size_t r = 0; r < devices_.size() && status.ok(); ++r) {
-        if (devices_[r].process != process) continue;
+        const auto rank = static_cast<int>(r);
+        if (devices_[r].process != process || (in_window_ && rank != shape.rank)) continue;
         cudaSetDevice(devices_[r].device);
-        status = MakeLocal(op, 1, shape.local_bytes, &locals_[static_cast<int>(r)]);
+        status = MakeLocal(op, 1, shape.local_bytes, &locals_[rank]);
       }
     }
     if (!status.ok()) Free();
@@ -236,7 +247,7 @@ class Channel {
     locals_.clear();
     if (in_slab_) {
       Slab::Get().Free(request_, memory_);
-    } else {
+    } else if (!in_window_) {
       FreeOnDevices(devices_, memory_);
     }
     memory_.clear();
@@ -262,7 +273,7 @@ class Channel {
   int64_t bytes_ = 0;
   int64_t id_ = 0;  // of channels of this process
   int num_groups_ = 1;
-  bool in_slab_ = false;
+  bool in_slab_ = false, in_window_ = false;
 };
 
 class ChannelRegistry {
@@ -273,7 +284,7 @@ class ChannelRegistry {
   }
 
   // The channel of a call. The first device that asks creates it for all devices of this process.
-  Status Find(const std::string& op, const ChannelKey& key, const ChannelShape& shape, bool in_slab,
+  Status Find(const std::string& op, const ChannelKey& key, const ChannelShape& shape,
               std::shared_ptr<Channel>* channel) {
     const auto look = [&] {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -281,14 +292,15 @@ class ChannelRegistry {
     };
     Status status = look();
     if (!status.ok() || *channel) return status;
-    std::lock_guard<std::mutex> making(making_);
-    status = look();  // another device's call may have created it
+    std::unique_lock<std::mutex> making(making_, std::defer_lock);
+    if (!shape.window) making.lock();  // a window meets ranks that may be devices of this process
+    status = look();                   // another device's call may have created it
     if (!status.ok() || *channel) return status;
     auto made = std::make_shared<Channel>();
-    made->id_ = ++num_made_;
-    status = made->Make(op, key, shape, in_slab, process_);
+    status = made->Make(op, key, shape, process_);
     if (!status.ok()) return status;
     std::lock_guard<std::mutex> lock(mutex_);
+    made->id_ = ++num_made_;
     *channel = channels_[key] = std::move(made);
     return status;
   }
@@ -386,7 +398,7 @@ class ChannelRegistry {
   std::mutex watching_;  // held while channels are read, and while they are freed
   std::map<ChannelKey, std::shared_ptr<Channel>> channels_;
   std::set<int64_t> released_;
-  int64_t num_made_ = 0;  // under `making_`
+  int64_t num_made_ = 0;  // under `mutex_`
   int64_t process_ = 0;
   std::vector<int64_t> ordinals_;
 };

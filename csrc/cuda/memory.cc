@@ -3,10 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstring>
+#include <cstdlib>
+#include <iomanip>
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <utility>
 
 #include "cuda/kernels.h"
@@ -20,51 +22,57 @@ Status ToStatus(const char* what, cudaError_t error) {
 
 }  // namespace
 
-Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* handle) {
+Status MakeIpcSlab(int device, int64_t bytes, char** memory, std::string* handle) {
+  const DeviceScope restore;
   Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
-  void* memory = nullptr;
-  if (status.ok()) status = ToStatus("allocating symmetric memory", cudaMalloc(&memory, bytes));
+  void* made = nullptr;
+  if (status.ok()) status = ToStatus("allocating symmetric memory", cudaMalloc(&made, bytes));
+  *memory = static_cast<char*>(made);
   // Programs may be running: this waits neither for them nor for ranks for which they wait.
-  if (status.ok()) status = ClearOnDevice("initialize", static_cast<char*>(memory), bytes);
+  if (status.ok()) status = ClearOnDevice("initialize", *memory, bytes);
   cudaIpcMemHandle_t ipc;
-  if (status.ok()) status = ToStatus("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&ipc, memory));
+  if (status.ok()) status = ToStatus("cudaIpcGetMemHandle", cudaIpcGetMemHandle(&ipc, made));
   if (!status.ok()) {
-    cudaFree(memory);
+    cudaFree(made);
     return status;
   }
-  handle->assign(reinterpret_cast<const char*>(&ipc), sizeof ipc);
-  *address = reinterpret_cast<uint64_t>(memory);
+  std::ostringstream text;
+  text << std::hex << std::setfill('0');
+  for (size_t i = 0; i < sizeof ipc; ++i) {
+    text << std::setw(2) << int{reinterpret_cast<const uint8_t*>(&ipc)[i]};
+  }
+  *handle = text.str();
   return status;
 }
 
-Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address) {
+Status OpenIpcSlab(int device, const std::string& handle, char** memory) {
   cudaIpcMemHandle_t ipc;
-  if (handle.size() != sizeof ipc) {
-    return Status::Invalid("initialize: another process sent ", handle.size(),
+  if (handle.size() != 2 * sizeof ipc) {
+    return Status::Invalid("initialize: another process sent ", handle.size() / 2,
                            " bytes for a memory handle, it has ", sizeof ipc,
                            ". All processes need the same version of jax_cp_dispatch.");
   }
-  std::memcpy(&ipc, handle.data(), sizeof ipc);
+  for (size_t i = 0; i < sizeof ipc; ++i) {
+    const unsigned long byte = std::strtoul(handle.substr(2 * i, 2).c_str(), nullptr, 16);
+    reinterpret_cast<uint8_t*>(&ipc)[i] = static_cast<uint8_t>(byte);
+  }
+  const DeviceScope restore;
   Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
-  void* memory = nullptr;
+  void* opened = nullptr;
   if (status.ok()) {
     status = ToStatus("cudaIpcOpenMemHandle",
-                      cudaIpcOpenMemHandle(&memory, ipc, cudaIpcMemLazyEnablePeerAccess));
+                      cudaIpcOpenMemHandle(&opened, ipc, cudaIpcMemLazyEnablePeerAccess));
   }
-  *address = reinterpret_cast<uint64_t>(memory);
+  *memory = static_cast<char*>(opened);
   return status;
 }
 
-Status CloseIpcSlab(int device, uint64_t address) {
+Status EndIpcSlab(int device, char* memory, bool is_own) {
+  const DeviceScope restore;
   const Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
-  void* memory = reinterpret_cast<void*>(address);
-  return status.ok() ? ToStatus("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(memory)) : status;
-}
-
-Status FreeIpcSlab(int device, uint64_t address) {
-  const Status status = ToStatus("selecting the GPU", cudaSetDevice(device));
-  void* memory = reinterpret_cast<void*>(address);
-  return status.ok() ? ToStatus("freeing symmetric memory", cudaFree(memory)) : status;
+  if (!status.ok()) return status;
+  return is_own ? ToStatus("freeing symmetric memory", cudaFree(memory))
+                : ToStatus("cudaIpcCloseMemHandle", cudaIpcCloseMemHandle(memory));
 }
 
 // ---- Access of GPUs to each other's memory: enabled once for each pair, and tried.
@@ -252,16 +260,33 @@ Status HasPattern(int device, const char* at, uint64_t seed, bool* has_it) {
 
 // ---- Memory of several GPUs of this process, which read and write each other's.
 
+namespace {
+
 // On a separate stream: the default stream waits for others.
-Status ClearOnDevice(const std::string& op, char* memory, int64_t bytes) {
+template <typename Enqueue>
+Status OnOwnStream(const std::string& op, const char* what, Enqueue enqueue) {
   cudaStream_t stream = nullptr;
   Status status = CudaStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), op,
                              ": making a stream");
   if (!status.ok()) return status;
-  status = CudaStatus(cudaMemsetAsync(memory, 0, bytes, stream), op, ": clearing memory");
-  if (status.ok()) status = CudaStatus(cudaStreamSynchronize(stream), op, ": clearing memory");
+  status = CudaStatus(enqueue(stream), op, what);
+  if (status.ok()) status = CudaStatus(cudaStreamSynchronize(stream), op, what);
   cudaStreamDestroy(stream);
   return status;
+}
+
+}  // namespace
+
+Status ClearOnDevice(const std::string& op, char* memory, int64_t bytes) {
+  return OnOwnStream(op, ": clearing memory", [&](cudaStream_t stream) {
+    return cudaMemsetAsync(memory, 0, bytes, stream);
+  });
+}
+
+Status CopyOnDevice(const std::string& op, void* to, const void* from, int64_t bytes) {
+  return OnOwnStream(op, ": copying memory", [&](cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+  });
 }
 
 Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& devices,

@@ -34,13 +34,14 @@ class DeviceScope {
   int before_ = 0;
 };
 
-// ---- Slabs of memory that other processes of the same host map through CUDA IPC handles.
+// ---- Slabs of memory that other processes of the same host map through CUDA IPC. The current
+// device stays.
 
-Status MakeIpcSlab(int device, int64_t bytes, uint64_t* address, std::string* handle);
-Status OpenIpcSlab(int device, const std::string& handle, uint64_t* address);
-// Undo these; other processes close a slab before its own process frees it.
-Status CloseIpcSlab(int device, uint64_t address);
-Status FreeIpcSlab(int device, uint64_t address);
+// The handle is one word of text.
+Status MakeIpcSlab(int device, int64_t bytes, char** memory, std::string* handle);
+Status OpenIpcSlab(int device, const std::string& handle, char** memory);
+// Undoes these: other processes close a slab before its own process frees it.
+Status EndIpcSlab(int device, char* memory, bool is_own);
 
 // ---- Access of GPUs to each other's memory: enabled once for each pair, and tried.
 
@@ -68,8 +69,9 @@ struct DeviceEntry {
 // Memory on GPUs of this process. For N ranks on one GPU, N blocks there.
 Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& devices,
                          int64_t bytes, std::vector<char*>* memory);
-// Clears memory of the current device.
+// Clear and copy memory of the current device, and wait.
 Status ClearOnDevice(const std::string& op, char* memory, int64_t bytes);
+Status CopyOnDevice(const std::string& op, void* to, const void* from, int64_t bytes);
 void FreeOnDevices(const std::vector<DeviceEntry>& devices, const std::vector<char*>& memory);
 
 }  // namespace cpd

@@ -71,9 +71,17 @@ class CommOverlapCore : public CommOverlap {
   CommOverlapCore(OverlapProblem problem, std::shared_ptr<Arithmetic> arithmetic)
       : p_(std::move(problem)), arithmetic_(std::move(arithmetic)), offsets_(p_.rows.Offsets()) {}
 
+  Schedule Record() const override {
+    Schedule schedule(p_.num_ranks());
+    for (int rank = 0; rank < p_.num_ranks(); ++rank) RecordRank(rank, schedule.of(rank));
+    return schedule;
+  }
+
   int num_signals() const override { return p_.num_ranks() * (1 + most_chunks()); }
 
  protected:
+  virtual void RecordRank(int rank, RankStreams streams) const = 0;
+
   // The signals of one rank. A chunk has arrived when its rows are among the gathered ones, or its
   // rank's addend of a sum is. A rank has computed a chunk when the chunk can be sent or read.
   Signal Arrived(int chunk) const { return {chunk, "chunk " + std::to_string(chunk) + " arrived"}; }
@@ -401,7 +409,8 @@ class NoOverlap final : public CommOverlapCore {
  public:
   using CommOverlapCore::CommOverlapCore;
 
-  void Record(int rank, RankStreams streams) const override {
+ private:
+  void RecordRank(int rank, RankStreams streams) const override {
     Stream& stream = streams.compute;
     if (p_.config.type == CommType::kAllGather) {
       AllGather(rank, stream);
@@ -426,7 +435,8 @@ class CommOverlapBase final : public CommOverlapCore {
  public:
   using CommOverlapCore::CommOverlapCore;
 
-  void Record(int rank, RankStreams streams) const override {
+ private:
+  void RecordRank(int rank, RankStreams streams) const override {
     if (p_.config.is_bulk()) {
       RecordBulk(rank, streams);
     } else {
@@ -435,7 +445,6 @@ class CommOverlapBase final : public CommOverlapCore {
     Finish(rank, streams.compute);
   }
 
- private:
   void RecordBulk(int rank, RankStreams streams) const {
     streams.compute.Run(SpanKind::kComputation, "GEMM",
                         [this, rank](Counters&) { MultiplyAll(rank); });
@@ -517,7 +526,8 @@ class CommOverlapP2PBase final : public CommOverlapCore {
  public:
   using CommOverlapCore::CommOverlapCore;
 
-  void Record(int rank, RankStreams streams) const override {
+ private:
+  void RecordRank(int rank, RankStreams streams) const override {
     if (p_.config.type == CommType::kReduceScatter) {
       RecordReduceScatter(rank, streams);
     } else if (p_.config.aggregate) {
@@ -541,7 +551,6 @@ class CommOverlapP2PBase final : public CommOverlapCore {
     Finish(rank, streams.compute);
   }
 
- private:
   // Step i multiplies chunk r - i and sends it on at the same time. Without copies the GEMM reads
   // the rows in place, in their rank's memory, and waits for nothing.
   void RecordAllGather(int rank, RankStreams streams) const {

@@ -63,12 +63,12 @@ class HostArithmetic final : public Arithmetic {
 // ---- GEMMs that overlap with the communication of their operands or results: the work of every
 // rank, as a schedule on its streams.
 
-// Records the work of each rank on its streams.
 class CommOverlap {
  public:
   virtual ~CommOverlap() = default;
 
-  virtual void Record(int rank, RankStreams streams) const = 0;
+  // The work of all ranks; it must not outlive this.
+  virtual Schedule Record() const = 0;
   virtual int num_signals() const = 0;
 };
 

@@ -138,8 +138,8 @@ Status ConfigureByBuffer(const std::string& op, int64_t id, OverlapProblem* prob
 
 namespace {
 
-// The schedule of one call and the resources that it holds.
-struct Schedule {
+// One call, and the resources that it holds.
+struct Planned {
   std::shared_ptr<OverlapBufferLease> lease;
   std::unique_ptr<CommOverlap> core;
   std::unique_ptr<Team> team;
@@ -157,37 +157,32 @@ Status PlanOverlap(const Exchange& exchange, OverlapProblem problem, int64_t buf
     const auto& rank = static_cast<const OverlapContribution&>(*contribution);
     problem.ranks.push_back(is_between_processes ? rank.Share(work) : rank.memory());
   }
-  auto schedule = std::make_shared<Schedule>();
+  auto plan = std::make_shared<Planned>();
   const int num_ranks = problem.num_ranks();
   if (buffer_id != 0) {
     const Status status =
         OverlapBuffers::Get().Lease(exchange.op, buffer_id, exchange.key.group,
-                                    /*has_memory=*/!is_between_processes, &schedule->lease);
+                                    /*has_memory=*/!is_between_processes, &plan->lease);
     if (!status.ok()) return status;
     for (int rank = 0; rank < num_ranks && !is_between_processes; ++rank) {
-      problem.ranks[rank].buffer = schedule->lease->memory(rank);
+      problem.ranks[rank].buffer = plan->lease->memory(rank);
     }
   }
-  schedule->core =
+  plan->core =
       MakeCommOverlap(std::move(problem), std::make_shared<HostArithmetic>(std::move(gemm)));
   const auto group = static_cast<int>(exchange.key.group);
-  schedule->team =
-      std::make_unique<Team>(Team::Call{exchange.op, group, exchange.deadline}, num_ranks,
-                             schedule->core->num_signals(), CopyRows, work->elsewhere);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    schedule->core->Record(rank, schedule->team->streams(rank));
-  }
-  schedule->tasks = schedule->team->Tasks();
-  work->num_tasks = static_cast<int64_t>(schedule->tasks.size());
+  plan->team = std::make_unique<Team>(Team::Call{exchange.op, group, exchange.deadline},
+                                      plan->core->Record(), plan->core->num_signals(), CopyRows,
+                                      work->elsewhere);
+  plan->tasks = plan->team->Tasks();
+  work->num_tasks = static_cast<int64_t>(plan->tasks.size());
   work->tasks_wait = true;
-  work->run = [schedule](int64_t task) { schedule->team->Run(schedule->tasks[task]); };
-  work->outcome = [schedule] { return schedule->team->status(); };
-  work->add = [schedule](int rank, int counter) { schedule->team->Add(rank, counter); };
-  work->fail = [schedule](const Status& status) { schedule->team->Fail(status); };
-  if (schedule->lease && !is_between_processes) {
-    work->gate = [schedule](std::function<void()> begin) {
-      schedule->lease->Enter(std::move(begin));
-    };
+  work->run = [plan](int64_t task) { plan->team->Run(plan->tasks[task]); };
+  work->outcome = [plan] { return plan->team->status(); };
+  work->add = [plan](int rank, int counter) { plan->team->Add(rank, counter); };
+  work->fail = [plan](const Status& status) { plan->team->Fail(status); };
+  if (plan->lease && !is_between_processes) {
+    work->gate = [plan](std::function<void()> begin) { plan->lease->Enter(std::move(begin)); };
   }
   return Status::Ok();
 }

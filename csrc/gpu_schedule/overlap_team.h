@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gemm/overlap_problem.h"
@@ -92,34 +93,37 @@ class GpuQueues {
 class OverlapTeam {
  public:
   // This device holds ranks [first_local, first_local + num_local).
-  OverlapTeam(int num_ranks, int num_signals, int first_local, int num_local)
+  OverlapTeam(Schedule schedule, int num_signals, int first_local, int num_local)
       : num_signals_(num_signals),
         first_local_(first_local),
         num_local_(num_local),
-        schedule_(num_ranks),
-        signals_(num_ranks * num_signals) {}
-
-  RankStreams streams(int rank) { return schedule_.streams(rank); }
+        schedule_(std::move(schedule)),
+        signals_(schedule_.num_ranks() * num_signals) {}
 
   // Enqueues everything on the device's streams. Fails only if the schedule would never end.
   Status Enqueue(const std::string& op, GpuQueues* queues) {
-    std::vector<size_t> next(schedule_.num_streams());
+    const auto num_streams = static_cast<int>(schedule_.streams.size());
+    std::vector<size_t> next(num_streams);
+    const auto step_of = [&](int i) -> const Step* {
+      const std::vector<Step>& steps = schedule_.streams[i].steps;
+      return next[i] < steps.size() ? &steps[next[i]] : nullptr;
+    };
     for (bool moves = true; moves;) {
       moves = false;
-      for (int i = 0; i < schedule_.num_streams(); ++i) {
-        if (next[i] == schedule_.steps(i).size()) continue;
-        const Step& step = schedule_.steps(i)[next[i]];
-        if (step.kind == Step::Kind::kWait && !StateOf(i / 2, step.signal).is_added) continue;
-        Put(i / 2, i % 2 == 0 ? Lane::kCompute : Lane::kCommunicate, step, queues);
+      for (int i = 0; i < num_streams; ++i) {
+        const Step* step = step_of(i);
+        if (step == nullptr) continue;
+        if (step->kind == Step::Kind::kWait && !StateOf(i / 2, step->signal).is_added) continue;
+        Put(i / 2, i % 2 == 0 ? Lane::kCompute : Lane::kCommunicate, *step, queues);
         ++next[i];
         moves = true;
       }
     }
-    for (int i = 0; i < schedule_.num_streams(); ++i) {
-      if (next[i] == schedule_.steps(i).size()) continue;
-      const Step& step = schedule_.steps(i)[next[i]];
-      return Status::Internal(op, ": rank ", i / 2, " waits for signal '", step.signal.name,
-                              "' of rank ", step.peer, ", which no rank sends.");
+    for (int i = 0; i < num_streams; ++i) {
+      const Step* step = step_of(i);
+      if (step == nullptr) continue;
+      return Status::Internal(op, ": rank ", i / 2, " waits for signal '", step->signal.name,
+                              "' of rank ", step->peer, ", which no rank sends.");
     }
     return Status::Ok();
   }
@@ -190,7 +194,7 @@ class OverlapTeam {
   }
 
   const int num_signals_, first_local_, num_local_;
-  RecordedSchedule schedule_;
+  const Schedule schedule_;
   std::vector<SignalState> signals_;
 };
 

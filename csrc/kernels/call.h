@@ -91,6 +91,15 @@ struct ErrorRecord {
   uint64_t epoch;
 };
 
+CPD_HOST_DEVICE inline ErrorRecord ErrorOf(Failure failure, int64_t expected = 0,
+                                           int64_t seen = 0) {
+  ErrorRecord error{};
+  error.failure = failure;
+  error.expected = expected;
+  error.seen = seen;
+  return error;
+}
+
 // The progress of a rank. In device memory, so that a recorded call can be replayed.
 struct State {
   uint64_t epoch;  // of this call; starts at 1

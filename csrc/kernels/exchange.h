@@ -89,39 +89,30 @@ CPD_DEVICE uint64_t Heard(const Rank& rank, int from) {
 CPD_DEVICE ErrorRecord CheckPeer(const Rank& rank, int from, uint64_t arrived) {
   const Call& call = rank.call;
   const uint64_t epoch = rank.state()->epoch;
-  ErrorRecord error{};
-  error.peer = from;
-  if (arrived < epoch) {
-    error.failure = Failure::kDeadline;
-    error.expected = static_cast<int64_t>(epoch);
-    error.seen = static_cast<int64_t>(arrived);
+  const auto error_of = [&](Failure failure, uint64_t expected = 0, uint64_t seen = 0) {
+    ErrorRecord error =
+        ErrorOf(failure, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
+    error.peer = from;
     return error;
-  }
+  };
+  if (arrived < epoch) return error_of(Failure::kDeadline, epoch, arrived);
   const uint64_t* message = Message(call, rank.rank(), epoch, from);
   if ((arrived & kGone) || message[0] != kFine) {
-    error.failure = arrived & kGone ? Failure::kGone : Failure::kPeer;
-    return error;
+    return error_of(arrived & kGone ? Failure::kGone : Failure::kPeer);
   }
-  if (message[1] != call.program) {
-    error.failure = Failure::kProgram;
-    error.expected = static_cast<int64_t>(call.program);
-    error.seen = static_cast<int64_t>(message[1]);
-    return error;
-  }
+  if (message[1] != call.program) return error_of(Failure::kProgram, call.program, message[1]);
   for (int p = 0; p < call.num_groups; ++p) {
     const OperandGroup& group = call.groups[p];
-    const auto plan = static_cast<int64_t>(ChecksumOfPlan(call, p));
-    const auto sent = static_cast<int64_t>(message[2 + p]);
-    const auto plan_of_peer = static_cast<int64_t>(message[2 + call.num_groups + p]);
-    const int64_t announced = rank.Field(group, group.num_recv_tokens, call.num_ranks + 1)[from];
-    if (plan == plan_of_peer && announced == sent) continue;
-    error.failure = plan == plan_of_peer ? Failure::kCounts : Failure::kPlan;
+    const uint64_t plan = ChecksumOfPlan(call, p), plan_of_peer = message[2 + call.num_groups + p];
+    const auto announced =
+        static_cast<uint64_t>(rank.Field(group, group.num_recv_tokens, call.num_ranks + 1)[from]);
+    if (plan == plan_of_peer && announced == message[2 + p]) continue;
+    ErrorRecord error = plan == plan_of_peer ? error_of(Failure::kCounts, announced, message[2 + p])
+                                             : error_of(Failure::kPlan, plan, plan_of_peer);
     error.group = p;
-    error.expected = plan == plan_of_peer ? announced : plan;
-    error.seen = plan == plan_of_peer ? sent : plan_of_peer;
     return error;
   }
-  return error;
+  return {};
 }
 
 // A rank whose plan was rejected waits too: it must not begin the next call before the others have

@@ -41,11 +41,10 @@ CPD_DEVICE uint64_t* SignalOf(const Meeting& m, int at, int signal) {
 }
 
 CPD_DEVICE void Fail(const Meeting& m, Failure failure, int peer, uint64_t seen) {
-  ErrorRecord error{};
-  error.failure = failure;
+  const uint64_t expected = failure == Failure::kProgram ? m.program : m.state->epoch;
+  ErrorRecord error =
+      ErrorOf(failure, static_cast<int64_t>(expected), static_cast<int64_t>(seen & ~kGone));
   error.peer = peer;
-  error.expected = static_cast<int64_t>(failure == Failure::kProgram ? m.program : m.state->epoch);
-  error.seen = static_cast<int64_t>(seen & ~kGone);
   RaiseAs(m.error, error, m.rank, m.state->epoch);
 }
 

@@ -98,35 +98,27 @@ CPD_DEVICE ErrorRecord CheckTarget(const Rank& rank, const OperandGroup& group, 
   const int64_t num_targets = group.num_slots * group.num_replicas;
   const int64_t num_rows = rank.Field(group, group.seq_len, group.num_slots)[s];
   ErrorRecord error{};
-  error.slot = s;
-  error.replica = c;
   if (num_rows < 0 || src_row < 0) {
-    error.failure = Failure::kLength;
-    error.seen = num_rows;
-    error.expected = src_row;
-    return error;
-  }
-  if (num_rows == 0) return error;
-  const int64_t dst = rank.Field(group, group.dst_rank, num_targets)[target];
-  if (dst == -1) return error;
-  if (dst < -1 || dst >= call.num_ranks) {
-    error.failure = Failure::kDstRank;
-    error.seen = dst;
-  } else if (num_rows > group.num_tokens || src_row > group.num_tokens - num_rows) {
-    error.failure = Failure::kTokens;
-    error.seen = num_rows;
-    error.expected = src_row;
-  } else {
-    const int64_t dst_row = rank.Field(group, group.dst_offset, num_targets)[target];
-    if (dst_row < 0 || dst_row > kManyRows) {
-      error.failure = Failure::kDstOffset;
-      error.seen = dst_row;
-    } else if (dst_row > group.capacity - num_rows) {
-      error.failure = Failure::kCapacity;
-      error.peer = dst;
-      error.seen = dst_row + num_rows;
+    error = ErrorOf(Failure::kLength, src_row, num_rows);
+  } else if (num_rows > 0) {
+    const int64_t dst = rank.Field(group, group.dst_rank, num_targets)[target];
+    if (dst == -1) return error;
+    if (dst < -1 || dst >= call.num_ranks) {
+      error = ErrorOf(Failure::kDstRank, 0, dst);
+    } else if (num_rows > group.num_tokens || src_row > group.num_tokens - num_rows) {
+      error = ErrorOf(Failure::kTokens, src_row, num_rows);
+    } else {
+      const int64_t dst_row = rank.Field(group, group.dst_offset, num_targets)[target];
+      if (dst_row < 0 || dst_row > kManyRows) {
+        error = ErrorOf(Failure::kDstOffset, 0, dst_row);
+      } else if (dst_row > group.capacity - num_rows) {
+        error = ErrorOf(Failure::kCapacity, 0, dst_row + num_rows);
+        error.peer = dst;
+      }
     }
   }
+  error.slot = s;
+  error.replica = c;
   return error;
 }
 
@@ -171,12 +163,9 @@ CPD_DEVICE bool CheckFingerprint(const Block& block, const Rank& rank, int p) {
   for (int64_t i = 1; i < kFingerprintSize; i += 2) {
     if (fingerprint[i] == fingerprint[i + 1]) continue;
     if (block.thread == 0) {
-      ErrorRecord error{};
-      error.failure = Failure::kBatch;
+      ErrorRecord error = ErrorOf(Failure::kBatch, fingerprint[i], fingerprint[i + 1]);
       error.group = p;
       error.slot = i / 2;
-      error.expected = fingerprint[i];
-      error.seen = fingerprint[i + 1];
       Raise(rank, error);
     }
     return false;
@@ -216,9 +205,8 @@ CPD_DEVICE bool CheckGroup(const Block& block, const Rank& rank, int p, PlanScra
       const int64_t s = t / group.num_replicas;
       error = CheckTarget(rank, group, slots[s].src_row, s, t % group.num_replicas);
     } else {
-      error.failure = Failure::kCapacity;
+      error = ErrorOf(Failure::kCapacity, 0, need);
       error.peer = rank.rank();
-      error.seen = need;
     }
     error.group = p;
     Raise(rank, error);
@@ -248,11 +236,8 @@ CPD_DEVICE bool CutFetches(const Block& block, const Rank& rank, int p, PlanScra
   const int64_t before = SumBefore(block, rows, scratch->scan, &total);
   for (int64_t s = mine.begin; s < mine.end; ++s) first_fetched[s] += before;
   if (total > group.staged_rows && block.thread == 0) {
-    ErrorRecord error{};
-    error.failure = Failure::kFetched;
+    ErrorRecord error = ErrorOf(Failure::kFetched, group.staged_rows, total);
     error.group = p;
-    error.expected = group.staged_rows;
-    error.seen = total;
     Raise(rank, error);
   }
   return total <= group.staged_rows;
@@ -276,13 +261,7 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
   bool is_fine = true;
   if (call.rank_operand && *call.rank_operand != rank.rank()) {
     is_fine = false;
-    if (block.thread == 0) {
-      ErrorRecord error{};
-      error.failure = Failure::kRank;
-      error.seen = *call.rank_operand;
-      error.expected = rank.rank();
-      Raise(rank, error);
-    }
+    if (block.thread == 0) Raise(rank, ErrorOf(Failure::kRank, rank.rank(), *call.rank_operand));
   }
   for (int p = 0; p < call.num_groups; ++p) {
     CutSlots(block, rank, p, scratch);
@@ -294,9 +273,7 @@ CPD_DEVICE void Prepare(const Block& block, const Rank& rank, PlanScratch* scrat
   }
   if (block.thread == 0) {
     if (state->broken) {
-      ErrorRecord error{};
-      error.failure = Failure::kBroken;
-      Raise(rank, error);
+      Raise(rank, ErrorOf(Failure::kBroken));
     } else if (!is_fine) {
       state->failed = kRefused;
     }

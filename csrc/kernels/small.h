@@ -117,11 +117,9 @@ CPD_DEVICE void AwaitSent(const Block& block, const Rank& rank, uint64_t number)
       Pause();
     }
     if (seen < number) {
-      ErrorRecord error{};
-      error.failure = Failure::kDeadline;
+      ErrorRecord error =
+          ErrorOf(Failure::kDeadline, static_cast<int64_t>(number), static_cast<int64_t>(seen));
       error.peer = rank.rank();
-      error.expected = static_cast<int64_t>(number);
-      error.seen = static_cast<int64_t>(seen);
       Raise(rank, error);
       state->broken = 1;
       state->failed = kGivenUp;

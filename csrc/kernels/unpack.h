@@ -219,11 +219,9 @@ CPD_DEVICE bool FindOverlap(const Rank& rank) {
     }
     const uint64_t written = LoadAcquire(&state->rows_written[p]);
     if (sent == written) continue;
-    ErrorRecord error{};
-    error.failure = Failure::kOverlap;
+    ErrorRecord error =
+        ErrorOf(Failure::kOverlap, static_cast<int64_t>(sent), static_cast<int64_t>(written));
     error.group = p;
-    error.expected = static_cast<int64_t>(sent);
-    error.seen = static_cast<int64_t>(written);
     Raise(rank, error);
     overlaps = true;
   }

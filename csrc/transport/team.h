@@ -49,26 +49,7 @@ class Counters {
   virtual bool WaitFor(const Signal& signal, int64_t count, int peer) = 0;
 };
 
-// Each operation on a stream begins when the previous one is over. Nothing here blocks the caller.
-class Stream {
- public:
-  virtual ~Stream() = default;
-
-  virtual void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) = 0;
-
-  // Copies into memory of `peer`, then adds one to its signal: a stream that has waited for the
-  // signal sees the whole copy.
-  virtual void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) = 0;
-
-  // Adds one to a signal of `peer`. If that is this rank, it is an event between its streams.
-  virtual void Add(int peer, Signal signal) = 0;
-
-  // Blocks the stream until this rank's signal has reached `count`. `peer` adds to it; messages
-  // name it.
-  virtual void Wait(Signal signal, int64_t count, int peer) = 0;
-};
-
-// An operation that has been recorded, and its arguments.
+// An operation of a stream, and its arguments.
 struct Step {
   enum class Kind : uint8_t { kRun, kPut, kAdd, kWait };
 
@@ -82,12 +63,16 @@ struct Step {
   int64_t count = 1;
 };
 
-class RecordedStream final : public Stream {
+// Records operations, each of which begins when the previous one is over.
+class Stream {
  public:
-  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
+  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) {
     steps.push_back({Step::Kind::kRun, kind, std::move(name), std::move(work)});
   }
-  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) override {
+
+  // Copies into memory of `peer`, then adds one to its signal: a stream that has waited for the
+  // signal sees the whole copy.
+  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) {
     steps.push_back({Step::Kind::kPut,
                      SpanKind::kCommunication,
                      std::move(name),
@@ -96,10 +81,15 @@ class RecordedStream final : public Stream {
                      peer,
                      std::move(signal)});
   }
-  void Add(int peer, Signal signal) override {
+
+  // Adds one to a signal of `peer`. If that is this rank, it is an event between its streams.
+  void Add(int peer, Signal signal) {
     steps.push_back({Step::Kind::kAdd, {}, {}, {}, {}, peer, std::move(signal)});
   }
-  void Wait(Signal signal, int64_t count, int peer) override {
+
+  // Blocks the stream until this rank's signal has reached `count`. `peer` adds to it; messages
+  // name it.
+  void Wait(Signal signal, int64_t count, int peer) {
     steps.push_back({Step::Kind::kWait, {}, {}, {}, {}, peer, std::move(signal), count});
   }
 
@@ -112,18 +102,15 @@ struct RankStreams {
   Stream& communicate;
 };
 
-// The streams of all ranks of a schedule, which is recorded once, for CPUs, GPUs and stand-ins.
-class RecordedSchedule {
- public:
-  explicit RecordedSchedule(int num_ranks) : streams_(2 * num_ranks) {}
+// The streams of all ranks, recorded once, for CPUs, GPUs and stand-ins. Stream i is of rank i / 2:
+// the even one computes.
+struct Schedule {
+  explicit Schedule(int num_ranks) : streams(2 * num_ranks) {}
 
-  RankStreams streams(int rank) { return {streams_[2 * rank], streams_[2 * rank + 1]}; }
-  int num_streams() const { return static_cast<int>(streams_.size()); }
-  // Of stream i, which is of rank i / 2: the even one computes.
-  const std::vector<Step>& steps(int i) const { return streams_[i].steps; }
+  RankStreams of(int rank) { return {streams[2 * rank], streams[2 * rank + 1]}; }
+  int num_ranks() const { return static_cast<int>(streams.size()) / 2; }
 
- private:
-  std::vector<RecordedStream> streams_;
+  std::vector<Stream> streams;
 };
 
 // ---- Recorded spans: what each rank did and when.
@@ -180,7 +167,7 @@ class SpanRecorder {
   std::vector<RecordedSpan> spans_;
 };
 
-// ---- Streams of ranks: recorded first, then run, each on its own thread. For ranks of other
+// ---- Streams of ranks, each run on its own thread. For ranks of other
 // processes, only their puts to local ranks run here: local ranks fetch those.
 
 // How the bytes of a put reach the peer; tests replace it with a slow link.
@@ -209,24 +196,23 @@ class Team {
     std::chrono::milliseconds deadline;
   };
 
-  Team(Call call, int num_ranks, int num_signals, Link link = CopyRows, Elsewhere elsewhere = {})
+  Team(Call call, Schedule schedule, int num_signals, Link link = CopyRows,
+       Elsewhere elsewhere = {})
       : call_(std::move(call)),
         num_signals_(num_signals),
         link_(std::move(link)),
         elsewhere_(std::move(elsewhere)),
-        schedule_(num_ranks) {
-    for (int rank = 0; rank < num_ranks; ++rank) {
+        schedule_(std::move(schedule)) {
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       counters_.push_back(std::make_unique<RankCounters>(this, rank, 2 * num_signals));
     }
   }
 
-  RankStreams streams(int rank) { return schedule_.streams(rank); }
-
-  // The tasks after recording: the streams that are not empty.
+  // The streams that are not empty.
   std::vector<int> Tasks() const {
     std::vector<int> tasks;
-    for (int i = 0; i < schedule_.num_streams(); ++i) {
-      const std::vector<Step>& steps = schedule_.steps(i);
+    for (int i = 0; i < 2 * schedule_.num_ranks(); ++i) {
+      const std::vector<Step>& steps = schedule_.streams[i].steps;
       const auto runs = [&](const Step& step) { return RunsHere(i / 2, step); };
       if (std::any_of(steps.begin(), steps.end(), runs)) tasks.push_back(i);
     }
@@ -237,7 +223,7 @@ class Team {
   void Run(int task) {
     const int rank = task / 2;
     try {
-      for (const Step& step : schedule_.steps(task)) {
+      for (const Step& step : schedule_.streams[task].steps) {
         if (RunsHere(rank, step) && (!RunStep(rank, step) || !status().ok())) return;
       }
     } catch (const std::exception& error) {  // no memory: the others must not wait for it
@@ -384,7 +370,7 @@ class Team {
   const int num_signals_;
   const Link link_;
   const Elsewhere elsewhere_;
-  RecordedSchedule schedule_;
+  const Schedule schedule_;
   std::mutex mutex_;
   Status status_;
   std::vector<std::unique_ptr<RankCounters>> counters_;

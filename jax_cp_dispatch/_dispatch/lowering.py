@@ -132,7 +132,19 @@ def _what_gpus_lack(
         return f"{exchange.num_arrays} arrays, but a call on GPUs takes at most {_MAX_ARRAYS}"
     if choice.implementation is not NVSHMEM:
         return None  # channels of the others take more memory when they need it
-    fields, groups, of_channel = iter(exchange.split(ctx.avals_in)[0]), [], []
+    network = what_pointers_lack(ctx, exchange.comm, choice.groups) is not None
+    key, num_bytes = channel_of(exchange, ctx.avals_in, sent, network)
+    return why_slab_is_full(ctx.module_context, repr((key, choice.groups)), num_bytes)
+
+
+def channel_of(
+    exchange: Exchange, avals: Sequence[Any], sent: Sequence[Any], network: bool
+) -> tuple[str, int]:
+    """Returns what the channel of a call between GPUs depends on, and its bytes per rank.
+
+    `network`: some ranks reach each other only over one.
+    """
+    fields, groups, of_channel = iter(exchange.split(avals)[0]), [], []
     for group, arrays in zip(exchange.groups, exchange.by_group(sent), strict=True):
         shapes = {name: x.shape for name, x in zip(group.fields, fields, strict=False)}
         num_slots, num_replicas = shapes["dst_rank"][-2:]
@@ -140,10 +152,8 @@ def _what_gpus_lack(
         has_offset = "src_offset" in shapes
         groups.append((group.num_tokens, group.capacity, num_replicas, has_offset, rows))
         of_channel.append((num_slots, group.buffer))
-    network = what_pointers_lack(ctx, exchange.comm, choice.groups) is not None
     sizes = exchange.sums is None, network, exchange.comm.num_ranks, groups
-    key = repr((sizes, of_channel, choice.groups))
-    return why_slab_is_full(ctx.module_context, key, runtime.cuda.channel_bytes(*sizes))
+    return repr((sizes, of_channel)), runtime.native.channel_bytes(*sizes)
 
 
 # ---- An exchange in two calls on GPUs; elsewhere it is whole at its start.

@@ -122,22 +122,22 @@ def connect_ipc(job: GpuJob) -> Slabs | str:
     memory_groups = [job.hosts.index(host) for host in job.hosts]
     if len(set(memory_groups)) == len(memory_groups):
         return "no two processes run on the same host"
-    failed, address, handle = "", 0, b""
+    failed, address, handle = "", 0, ""
     try:
         address, handle = runtime.cuda.make_slab(job.device, job.slab_bytes)
     except RuntimeError as error:
         failed = str(error)
-    handles = job.publish("ipc_handle", [failed, list(handle)])
+    handles = job.publish("ipc_handle", [failed, handle])
     missing = first_reason([other for other, _ in handles])
     if missing is not None:
         if not failed:
-            runtime.cuda.free_slab(job.device, address)
+            runtime.cuda.end_slab(job.device, address, is_own=True)
         return missing
     bases = [address] * len(handles)
     try:
         for other, (_, theirs) in enumerate(handles):
             if other != job.process and memory_groups[other] == memory_groups[job.process]:
-                bases[other] = runtime.cuda.open_slab(job.device, bytes(theirs))
+                bases[other] = runtime.cuda.open_slab(job.device, theirs)
     except RuntimeError as error:
         failed = str(error)
     missing = first_reason(job.publish("ipc_slab", failed))
@@ -146,9 +146,9 @@ def connect_ipc(job: GpuJob) -> Slabs | str:
     if missing is None:
         return slabs
     for base in set(bases) - {address}:
-        runtime.cuda.close_slab(job.device, base)
+        runtime.cuda.end_slab(job.device, base, is_own=False)
     job.publish("ipc_closed", "")  # memory is freed after others have unmapped it
-    runtime.cuda.free_slab(job.device, address)
+    runtime.cuda.end_slab(job.device, address, is_own=True)
     return missing
 
 

@@ -121,18 +121,13 @@ class Beside {
  private:
   static constexpr int kTimes = 7;
 
-  static float MedianOf(std::vector<float> times) {
-    std::nth_element(times.begin(), times.begin() + kTimes / 2, times.end());
-    return times[kTimes / 2];
-  }
-
   Gemm gemm_;
   cudaStream_t exchanges_, gemms_;
   cudaEvent_t begin_, exchanged_, multiplied_;
   float gemm_ms_ = 0;
 };
 
-inline std::string RowBeside(const char* what, const Timed& timed, int num_blocks, int64_t bytes,
+inline std::string RowBeside(const char* what, const TimedCall& call, int num_blocks, int64_t bytes,
                              Beside* beside, const std::function<void()>& exchange) {
   exchange();
   CUDA(cudaDeviceSynchronize());
@@ -141,37 +136,27 @@ inline std::string RowBeside(const char* what, const Timed& timed, int num_block
   const float serial = alone + beside->gemm_ms();
   const auto whole = [](const Both& both) { return std::max(both.exchange_ms, both.gemm_ms); };
   const float rate = 1e-6 * bytes / alone;  // of payload
-  std::printf("%-9s %6d | %8.3f %8.0f %8.1f %8.3f | %8.3f %8.3f %8.3f | %8.3f %8.3f %8.3f\n", what,
-              num_blocks, alone, rate, rate / num_blocks, serial, first.exchange_ms, first.gemm_ms,
-              whole(first), second.exchange_ms, second.gemm_ms, whole(second));
-  std::fflush(stdout);
   char text[640];
   std::snprintf(
       text, sizeof text,
       "{\"what\": \"%s\", \"blocks\": %d, \"alone_ms\": %.4f, "
       "\"payload_GB_per_s\": %.1f, \"GB_per_s_per_block\": %.2f, \"gemm_alone_ms\": %.4f, "
-      "\"serial_ms\": "
-      "%.4f, "
+      "\"serial_ms\": %.4f, "
       "\"exchange_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}, "
-      "\"gemm_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}",
+      "\"gemm_first\": {\"exchange_ms\": %.4f, \"gemm_ms\": %.4f, \"both_ms\": %.4f}, "
+      "\"fine\": %s}",
       what, num_blocks, alone, rate, rate / num_blocks, beside->gemm_ms(), serial,
       first.exchange_ms, first.gemm_ms, whole(first), second.exchange_ms, second.gemm_ms,
-      whole(second));
+      whole(second), call.IsFine() ? "true" : "false");
   return text;
-}
-
-inline std::string Ended(std::string row, bool is_fine) {
-  return row + ", \"fine\": " + (is_fine ? "true" : "false") + "}";
 }
 
 // All ranks in one launch.
 inline std::string WholeBeside(const Timed& timed, int num_blocks, Beside* beside) {
   const TimedCall call(timed, num_blocks);
   const char* what = timed.is_dispatch ? "dispatch" : "combine";
-  const std::string row = RowBeside(what, timed, num_blocks, timed.num_bytes, beside, [&] {
-    CUDA(LaunchCall(call.calls[0], num_blocks, beside->exchanges()));
-  });
-  return Ended(row, call.IsFine());
+  return RowBeside(what, call, num_blocks, timed.num_bytes, beside,
+                   [&] { CUDA(LaunchCall(call.calls[0], num_blocks, beside->exchanges())); });
 }
 
 // The kernels of the first rank that push, and that unpack: one call of all ranks comes first. No
@@ -181,12 +166,8 @@ inline std::vector<std::string> KernelsBeside(const Timed& timed, int num_blocks
   TimedCall call(timed, num_blocks);
   std::vector<cudaGraph_t> graphs;
   const auto steps = StepsOf(call.calls, num_blocks, beside->exchanges(), &graphs);
-  const auto launch = [&](const cudaKernelNodeParams& kernel) {
-    CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
-                          kernel.sharedMemBytes, beside->exchanges()));
-  };
   for (const auto& step : steps) {
-    for (const cudaKernelNodeParams& kernel : step) launch(kernel);
+    for (const cudaKernelNodeParams& kernel : step) Launch(kernel, beside->exchanges());
   }
   CUDA(cudaDeviceSynchronize());
   std::vector<std::string> rows;
@@ -194,16 +175,15 @@ inline std::vector<std::string> KernelsBeside(const Timed& timed, int num_blocks
     for (const auto& step : steps) {
       if (NameOf(step[0].func) != name) continue;
       const int64_t bytes = timed.num_bytes / kTimedRanks;
-      const std::string row =
-          RowBeside(what, timed, num_blocks, bytes, beside, [&] { launch(step[0]); });
-      rows.push_back(Ended(row, call.IsFine()));
+      rows.push_back(RowBeside(what, call, num_blocks, bytes, beside,
+                               [&] { Launch(step[0], beside->exchanges()); }));
     }
   }
   for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
   return rows;
 }
 
-// Prints a table, and writes its rows to a file.
+// Prints a row for each, milliseconds from a common begin, and writes them to a file.
 inline int TimeBesideGemm(int num_resident, const char* path) {
   constexpr int64_t kRowBytes = 8192;
   Beside beside;
@@ -212,18 +192,12 @@ inline int TimeBesideGemm(int num_resident, const char* path) {
     std::printf("%s\n", beside.status().message.c_str());
     return 1;
   }
-  std::printf(
-      "A GEMM of 8192 alone: %.3f ms. Milliseconds from a common begin; rates of payload.\n"
-      "%16s | %35s | %26s | %26s\n"
-      "what      blocks | %8s %8s %8s %8s | %8s %8s %8s | %8s %8s %8s\n",
-      beside.gemm_ms(), "", "alone", "exchange launched first", "GEMM launched first", "ms", "GB/s",
-      "a block", "+ GEMM", "exchange", "GEMM", "both", "exchange", "GEMM", "both");
   for (const int num_blocks : {8, 16, 24, 32, 48, 64, 96, num_resident / 2, num_resident}) {
-    rows.push_back(WholeBeside({true, 1, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
+    Add(WholeBeside({true, 1, kRowBytes, kTimedBytes / 2}, num_blocks, &beside), &rows);
     for (std::string& row : KernelsBeside({true, 2, kRowBytes}, num_blocks, &beside)) {
-      rows.push_back(std::move(row));
+      Add(std::move(row), &rows);
     }
-    rows.push_back(WholeBeside({false, 1, kRowBytes, kTimedBytes / 2}, num_blocks, &beside));
+    Add(WholeBeside({false, 1, kRowBytes, kTimedBytes / 2}, num_blocks, &beside), &rows);
   }
   const int status = Report("exchanges beside a GEMM of 8192", rows, path);
   return beside.status().ok() ? status : 1;

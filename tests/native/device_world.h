@@ -269,9 +269,30 @@ inline bool IsSpoiled(const World& world, int rank) {
   return true;
 }
 
-inline World RandomWorld(Rng& rng, bool is_dispatch) {
+inline void CheckRows(const World& world) {
+  world.is_dispatch ? CheckDispatched(world) : CheckCombined(world);
+}
+
+// All calls have succeeded, with the right rows.
+inline void CheckMoved(World& world) {
+  CHECK(world.IsFine());
+  CheckRows(world);
+}
+
+// A rank has rejected its plan: all others name it, and no rank has a result.
+inline void CheckRefused(World& world, int at, Failure failure) {
+  for (int r = 0; r < world.num_ranks; ++r) {
+    const ErrorRecord error = world.Take(r);
+    CHECK(error.failure == (r == at ? failure : Failure::kPeer));
+    CHECK(r == at || error.peer == at);
+    CHECK(IsSpoiled(world, r));
+  }
+}
+
+// `num_ranks`: 0: one to four.
+inline World RandomWorld(Rng& rng, bool is_dispatch, int num_ranks = 0) {
   World world{};
-  world.num_ranks = static_cast<int>(Draw(rng, 1, 4));
+  world.num_ranks = num_ranks > 0 ? num_ranks : static_cast<int>(Draw(rng, 1, 4));
   world.is_dispatch = is_dispatch;
   world.use_src_offset = Draw(rng, 0, 1);
   world.rows_per_strip = Draw(rng, 1, 9);
@@ -290,6 +311,17 @@ inline World RandomWorld(Rng& rng, bool is_dispatch) {
         rng, world.num_ranks,
         {Draw(rng, 1, 7), Draw(rng, 1, 3), Draw(rng, 1, 30), row_bytes, world.use_src_offset}));
   }
+  FillArrays(&world, rng, !is_dispatch);
+  return world;
+}
+
+inline World SmallWorld(int num_ranks, bool is_dispatch) {
+  Rng rng(4);
+  World world{};
+  world.num_ranks = num_ranks;
+  world.is_dispatch = is_dispatch;
+  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
+  world.groups.push_back(MakeGroup(rng, num_ranks, {4, 2, 16, {32, 12}, true}));
   FillArrays(&world, rng, !is_dispatch);
   return world;
 }

@@ -2,9 +2,11 @@
 // attributes, and any number, shapes and types of arrays, are rejected or describe valid memory.
 // Accepted calls are computed as on CPU. See fuzz.sh.
 #include <algorithm>
-#include <deque>
+#include <iterator>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "ffi/cuda/dispatch_call.h"
@@ -16,82 +18,20 @@
 namespace cpd {
 namespace {
 
-// Attributes in the form in which XLA passes them: sorted by name, each with a type.
-class Attributes {
- public:
-  explicit Attributes(Chooser* chooser) : c_(*chooser) {}
+// Mostly the type that fits.
+XLA_FFI_DataType TypeOf(Chooser& c, XLA_FFI_DataType fitting) {
+  constexpr XLA_FFI_DataType kOthers[] = {XLA_FFI_DataType_PRED, XLA_FFI_DataType_S32,
+                                          XLA_FFI_DataType_S64, XLA_FFI_DataType_F32,
+                                          XLA_FFI_DataType_F64};
+  return c.Seldom() ? kOthers[c.Number(0, std::size(kOthers) - 1)] : fitting;
+}
 
-  void Add(const char* name, int64_t value) { AddScalar(name, XLA_FFI_DataType_S64, value); }
-  void Add(const char* name, bool value) { AddScalar(name, XLA_FFI_DataType_PRED, value); }
-  void Add(const char* name, std::string_view value) {
-    spans_.push_back({value.data(), value.size()});
-    Append(name, XLA_FFI_AttrType_STRING, &spans_.back());
-  }
-  void Add(const char* name, Counts value) {
-    arrays_.push_back(
-        {Type(XLA_FFI_DataType_S64), value.size(), const_cast<int64_t*>(value.begin())});
-    Append(name, XLA_FFI_AttrType_ARRAY, &arrays_.back());
-  }
-
-  xla::ffi::Dictionary Finish() {
-    std::sort(all_.begin(), all_.end(),
-              [](const Attribute& a, const Attribute& b) { return a.name < b.name; });
-    if (c_.Seldom()) all_.erase(all_.begin() + c_.Number(0, all_.size() - 1));
-    for (Attribute& attribute : all_) {
-      attribute.span = {attribute.name.data(), attribute.name.size()};
-      names_.push_back(&attribute.span);
-      types_.push_back(attribute.type);
-      values_.push_back(attribute.value);
-    }
-    raw_ = {XLA_FFI_Attrs_STRUCT_SIZE,
-            nullptr,
-            static_cast<int64_t>(all_.size()),
-            types_.data(),
-            names_.data(),
-            values_.data()};
-    return xla::ffi::Dictionary(&raw_);
-  }
-
- private:
-  struct Attribute {
-    std::string name;
-    XLA_FFI_AttrType type;
-    void* value;
-    XLA_FFI_ByteSpan span;
-  };
-
-  XLA_FFI_DataType Type(XLA_FFI_DataType fitting) {
-    constexpr XLA_FFI_DataType kOthers[] = {XLA_FFI_DataType_PRED, XLA_FFI_DataType_S32,
-                                            XLA_FFI_DataType_S64, XLA_FFI_DataType_F32,
-                                            XLA_FFI_DataType_F64};
-    return c_.Seldom() ? kOthers[c_.Number(0, std::size(kOthers) - 1)] : fitting;
-  }
-  void AddScalar(const char* name, XLA_FFI_DataType type, int64_t value) {
-    numbers_.push_back(value);
-    scalars_.push_back({Type(type), &numbers_.back()});
-    Append(name, XLA_FFI_AttrType_SCALAR, &scalars_.back());
-  }
-  void Append(const char* name, XLA_FFI_AttrType type, void* value) {
-    all_.push_back({name, type, value, {}});
-  }
-
-  Chooser& c_;
-  std::vector<Attribute> all_;
-  std::deque<int64_t> numbers_;
-  std::deque<XLA_FFI_Scalar> scalars_;
-  std::deque<XLA_FFI_Array> arrays_;
-  std::deque<XLA_FFI_ByteSpan> spans_;
-  std::vector<XLA_FFI_ByteSpan*> names_;
-  std::vector<XLA_FFI_AttrType> types_;
-  std::vector<void*> values_;
-  XLA_FFI_Attrs raw_;
-};
-
-void AddAll(const GemmOptions& o, Counts device_table, Chooser& c, Attributes* attributes) {
+void AddAll(const GemmOptions& o, std::vector<int64_t> device_table, Chooser& c,
+            Attributes* attributes) {
   Attributes& a = *attributes;
   const OverlapProblem& p = o.problem;
-  a.Add("op", o.op);
-  a.Add("axis", o.axis);
+  a.Add("op", std::string_view(o.op));
+  a.Add("axis", std::string_view(o.axis));
   for (const auto& [name, value] :
        std::vector<std::pair<const char*, int64_t>>{{"num_ranks", o.num_ranks},
                                                     {"deadline_ms", o.deadline_ms},
@@ -128,9 +68,10 @@ void AddAll(const GemmOptions& o, Counts device_table, Chooser& c, Attributes* a
     a.Add(name, value);
   }
   a.Add("row_counts", p.rows.counts);
-  a.Add("device_table", device_table);
+  a.Add("device_table", std::move(device_table));
   a.Add("memory", std::string_view("devices"));
   a.Add("site", int64_t{7});
+  if (c.Seldom()) a.Remove(c.Number(0, a.size() - 1));
 }
 
 // Touches what a product of this problem may write besides its results.
@@ -161,10 +102,11 @@ void Run(Chooser& c) {
       device_table.push_back(c.MostlyOrHostile(i));
     }
   }
-  Attributes attributes(&c);
-  AddAll(program.options, {device_table.data(), device_table.size()}, c, &attributes);
+  Attributes attributes([&](XLA_FFI_DataType type) { return TypeOf(c, type); });
+  AddAll(program.options, std::move(device_table), c, &attributes);
+  const XLA_FFI_Attrs raw = attributes.raw();
   CudaGemmOptions options;
-  if (IsRefused(ReadOptions(attributes.Finish(), &options), "jax_cp_dispatch")) return;
+  if (IsRefused(ReadOptions(xla::ffi::Dictionary(&raw), &options), "jax_cp_dispatch")) return;
   const std::string op = options.op();
   if (IsRefused(CheckRanksOnGpu(op, options), op)) return;
   RankLocation location;

@@ -1,5 +1,5 @@
-// The common part of the fuzzers of custom calls: numbers, arrays in memory of exactly their size,
-// and the frame in which XLA passes arrays and attributes to a handler.
+// The common part of the fuzzers of custom calls: numbers, and arrays in memory of exactly their
+// size.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>
@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi_frame.h"
 #include "transport/transport.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -160,33 +161,6 @@ class Arrays {
     std::unique_ptr<char[]> bytes;
   };
   std::deque<Array> arrays_;
-};
-
-// Operands and results, in their order.
-class Frame {
- public:
-  void AddArg(XLA_FFI_Buffer* buffer) { args_.push_back(buffer); }
-  void AddResult(XLA_FFI_Buffer* buffer) { rets_.push_back(buffer); }
-
-  xla::ffi::RemainingArgs args() {
-    arg_types_.assign(args_.size(), XLA_FFI_ArgType_BUFFER);
-    raw_args_ = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args_.size()),
-                 arg_types_.data(), args_.data()};
-    return {&raw_args_, 0};
-  }
-  xla::ffi::RemainingRets results() {
-    ret_types_.assign(rets_.size(), XLA_FFI_RetType_BUFFER);
-    raw_rets_ = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets_.size()),
-                 ret_types_.data(), rets_.data()};
-    return {&raw_rets_, 0};
-  }
-
- private:
-  std::vector<void*> args_, rets_;
-  std::vector<XLA_FFI_ArgType> arg_types_;
-  std::vector<XLA_FFI_RetType> ret_types_;
-  XLA_FFI_Args raw_args_;
-  XLA_FFI_Rets raw_rets_;
 };
 
 }  // namespace cpd

@@ -16,7 +16,7 @@ namespace {
 GemmBuffers Make(const std::vector<Shape>& shapes, Arrays* rank) {
   std::vector<xla::ffi::AnyBuffer> b;
   for (const Shape& shape : shapes) b.emplace_back(rank->Make(shape));
-  return {b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13]};
+  return BuffersOf(b);
 }
 
 // Mostly a buffer that matches the call. Removed from the registry at the end.

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/kernels.h"
@@ -18,6 +19,11 @@
 namespace cpd::kernels {
 
 constexpr int kRepeats = 20;
+
+inline float MedianOf(std::vector<float> times) {
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
 
 // Milliseconds of what `run` enqueues, the median of some runs.
 template <typename F>
@@ -36,8 +42,27 @@ float Milliseconds(cudaStream_t stream, F run) {
   }
   CUDA(cudaEventDestroy(begin));
   CUDA(cudaEventDestroy(end));
-  std::nth_element(times.begin(), times.begin() + kRepeats / 2, times.end());
-  return times[kRepeats / 2];
+  return MedianOf(times);
+}
+
+// What `enqueue` puts on the stream, without running it.
+template <typename F>
+cudaGraph_t Capture(cudaStream_t stream, F enqueue) {
+  cudaGraph_t graph;
+  CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  enqueue();
+  CUDA(cudaStreamEndCapture(stream, &graph));
+  return graph;
+}
+
+// The same, for replays.
+template <typename F>
+cudaGraphExec_t Record(cudaStream_t stream, F enqueue) {
+  cudaGraphExec_t replay;
+  const cudaGraph_t graph = Capture(stream, enqueue);
+  CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  CUDA(cudaGraphDestroy(graph));
+  return replay;
 }
 
 // "Push" of cpd::(anonymous namespace)::PushKernel<...>.
@@ -76,16 +101,17 @@ inline std::vector<std::vector<cudaKernelNodeParams>> StepsOf(const std::vector<
                                                               std::vector<cudaGraph_t>* graphs) {
   std::vector<std::vector<cudaKernelNodeParams>> steps;
   for (const Call& call : calls) {
-    cudaGraph_t graph;
-    CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    CUDA(LaunchCall(call, num_blocks, stream));
-    CUDA(cudaStreamEndCapture(stream, &graph));
-    graphs->push_back(graph);
-    const std::vector<cudaKernelNodeParams> kernels = KernelsIn(graph);
+    graphs->push_back(Capture(stream, [&] { CUDA(LaunchCall(call, num_blocks, stream)); }));
+    const std::vector<cudaKernelNodeParams> kernels = KernelsIn(graphs->back());
     steps.resize(kernels.size());
     for (size_t k = 0; k < kernels.size(); ++k) steps[k].push_back(kernels[k]);
   }
   return steps;
+}
+
+inline void Launch(const cudaKernelNodeParams& kernel, cudaStream_t stream) {
+  CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
+                        kernel.sharedMemBytes, stream));
 }
 
 // One row of results: the whole call, and each of its kernels alone. Ranks with a call each take
@@ -100,10 +126,7 @@ inline std::string TimeCall(const Timed& what, int num_blocks, float copy_ms, cu
   for (int i = 0; i < 1 + kRepeats; ++i) {
     CUDA(cudaEventRecord(events[0], stream));
     for (size_t k = 0; k < steps.size(); ++k) {
-      for (const cudaKernelNodeParams& kernel : steps[k]) {
-        CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
-                              kernel.sharedMemBytes, stream));
-      }
+      for (const cudaKernelNodeParams& kernel : steps[k]) Launch(kernel, stream);
       CUDA(cudaEventRecord(events[k + 1], stream));
     }
     CUDA(cudaStreamSynchronize(stream));
@@ -117,10 +140,9 @@ inline std::string TimeCall(const Timed& what, int num_blocks, float copy_ms, cu
   float whole = 0;
   char text[512];
   for (size_t k = 0; k < steps.size(); ++k) {
-    std::nth_element(times[k].begin(), times[k].begin() + kRepeats / 2, times[k].end());
-    whole += times[k][kRepeats / 2];
-    std::snprintf(text, sizeof text, ", \"%s_ms\": %.4f", NameOf(steps[k][0].func).c_str(),
-                  times[k][kRepeats / 2]);
+    const float median = MedianOf(times[k]);
+    whole += median;
+    std::snprintf(text, sizeof text, ", \"%s_ms\": %.4f", NameOf(steps[k][0].func).c_str(), median);
     of_kernels += text;
   }
   if (what.num_passes == 1) {
@@ -148,10 +170,7 @@ inline int ProfileKernels(int num_blocks) {
     TimedCall timed(what, num_blocks);
     std::vector<cudaGraph_t> graphs;
     for (const auto& step : StepsOf(timed.calls, num_blocks, stream, &graphs)) {
-      for (const cudaKernelNodeParams& kernel : step) {
-        CUDA(cudaLaunchKernel(kernel.func, kernel.gridDim, kernel.blockDim, kernel.kernelParams,
-                              kernel.sharedMemBytes, stream));
-      }
+      for (const cudaKernelNodeParams& kernel : step) Launch(kernel, stream);
     }
     CUDA(cudaStreamSynchronize(stream));
     for (cudaGraph_t graph : graphs) CUDA(cudaGraphDestroy(graph));
@@ -175,6 +194,12 @@ inline std::vector<Timed> AllTimed() {
     }
   }
   return all;
+}
+
+inline void Add(std::string row, std::vector<std::string>* rows) {
+  std::printf("%s\n", row.c_str());
+  std::fflush(stdout);
+  rows->push_back(std::move(row));
 }
 
 // Writes rows to a file as JSON; nullptr: none. Returns the status of the program.
@@ -208,9 +233,7 @@ inline int TimeKernels(int num_blocks, const char* path) {
   }
   std::vector<std::string> rows;
   for (const Timed& what : AllTimed()) {
-    rows.push_back(TimeCall(what, num_blocks, copy_ms, stream));
-    std::printf("%s\n", rows.back().c_str());
-    std::fflush(stdout);
+    Add(TimeCall(what, num_blocks, copy_ms, stream), &rows);
   }
   return Report("kernels", rows, path);
 }

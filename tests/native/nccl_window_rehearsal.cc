@@ -1,5 +1,6 @@
-// Exchanges through windows of NCCL, on the host: fakes of XLA's collectives extension and of NCCL
-// drive the handlers, and the kernels run on threads. See test_nccl_window.py.
+// The handlers of exchanges between GPUs, on the host: in memory of a CUDA runtime that is a fake,
+// and through windows of NCCL, with fakes of that and of XLA's collectives extension. The kernels
+// run on threads. See test_nccl_window.py.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -8,18 +9,35 @@
 #include <map>
 #include <thread>
 
+#include "cuda/kernels.h"
 #include "device.h"
 #include "fake_nccl.h"
+#include "ffi/cuda/handlers.h"
 #include "ffi/cuda/nccl_window.h"
+#include "ffi_frame.h"
 
 struct XLA_FFI_Error {
   std::string message;
 };
 
 namespace cpd {
+
+// ---- The kernels, at once.
+
+cudaError_t LaunchCall(const kernels::Call& call, int, cudaStream_t) {
+  kernels::RunCall(call, 2, 3);
+  return cudaSuccess;
+}
+
+cudaError_t LaunchHold(const kernels::HeldFields&, cudaStream_t) { return cudaSuccess; }
+
+cudaError_t LaunchCopy(char* to, const char* from, int64_t num_bytes, int, cudaStream_t) {
+  std::memcpy(to, from, num_bytes);
+  return cudaSuccess;
+}
+
 namespace {
 
-namespace collectives = window::collectives;
 using kernels::World;
 
 FakeNccl* nccl = nullptr;
@@ -33,6 +51,8 @@ struct FakeCall {
   bool has_extension = true;
   std::string refuses;  // the function of the extension that fails
   FakeComm* comm = nullptr;
+  CallBetweenGpus* state = nullptr;
+  int64_t run_id = 0;
   std::vector<std::string> asked;                // in order
   std::vector<std::vector<int64_t>> partitions;  // of the last question
 };
@@ -103,117 +123,53 @@ struct FakeApi {
       args->device_ordinal = reinterpret_cast<FakeCall*>(args->ctx)->device;
       return nullptr;
     };
+    api->XLA_FFI_State_Get = [](XLA_FFI_State_Get_Args* args) -> XLA_FFI_Error* {
+      args->state = reinterpret_cast<FakeCall*>(args->ctx)->state;
+      return nullptr;
+    };
+    api->XLA_FFI_RunId_Get = [](XLA_FFI_RunId_Get_Args* args) -> XLA_FFI_Error* {
+      args->run_id = reinterpret_cast<FakeCall*>(args->ctx)->run_id;
+      return nullptr;
+    };
     Put(collectives::kFindOffset, &FindExtension);
   }
 };
 
-// Operands, results and attributes of one call.
-class Frame {
- public:
-  Frame() { call_.attrs.struct_size = XLA_FFI_Attrs_STRUCT_SIZE; }
+// Arrays and attributes of one call.
+struct CallFrame {
+  Frame arrays;
+  Attributes attributes;
+  std::deque<std::vector<int64_t>> dims;
+  std::deque<XLA_FFI_Buffer> buffers;
 
-  void AddArray(bool is_result, XLA_FFI_DataType type, std::vector<int64_t> dims, void* data) {
-    dims_.push_back(std::move(dims));
-    buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, type, data,
-                        static_cast<int64_t>(dims_.back().size()), dims_.back().data()});
-    (is_result ? rets_ : args_).push_back(&buffers_.back());
-  }
-  void Add(const char* name, int64_t number) {
-    numbers_.push_back({number});
-    scalars_.push_back({XLA_FFI_DataType_S64, numbers_.back().data()});
-    Add(name, XLA_FFI_AttrType_SCALAR, &scalars_.back());
-  }
-  void Add(const char* name, std::vector<int64_t> list) {
-    numbers_.push_back(std::move(list));
-    arrays_.push_back({XLA_FFI_DataType_S64, numbers_.back().size(), numbers_.back().data()});
-    Add(name, XLA_FFI_AttrType_ARRAY, &arrays_.back());
-  }
-  void Add(const char* name, const char* text) {
-    spans_.push_back({text, std::strlen(text)});
-    Add(name, XLA_FFI_AttrType_STRING, &spans_.back());
+  void AddArray(bool is_result, XLA_FFI_DataType type, std::vector<int64_t> of_array, void* data) {
+    dims.push_back(std::move(of_array));
+    buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, type, data,
+                       static_cast<int64_t>(dims.back().size()), dims.back().data()});
+    is_result ? arrays.AddResult(&buffers.back()) : arrays.AddArg(&buffers.back());
   }
 
   // The handler's error, or "".
   std::string Run(FakeApi* api, XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage,
                   FakeCall* of) {
-    arg_types_.assign(args_.size(), XLA_FFI_ArgType_BUFFER);
-    ret_types_.assign(rets_.size(), XLA_FFI_RetType_BUFFER);
-    call_.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
-    call_.api = api->get();
-    call_.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(of);
-    call_.stage = stage;
-    call_.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(args_.size()),
-                  arg_types_.data(), args_.data()};
-    call_.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, static_cast<int64_t>(rets_.size()),
-                  ret_types_.data(), rets_.data()};
-    call_.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
-                   nullptr,
-                   static_cast<int64_t>(types_.size()),
-                   types_.data(),
-                   names_.data(),
-                   attrs_.data()};
-    XLA_FFI_Error* error = handler(&call_);
+    XLA_FFI_CallFrame frame{};
+    frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+    frame.api = api->get();
+    frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(of);
+    frame.stage = stage;
+    frame.args = arrays.raw_args();
+    frame.rets = arrays.raw_results();
+    frame.attrs = attributes.raw();
+    XLA_FFI_Error* error = handler(&frame);
     const std::string message = error ? error->message : "";
     delete error;
     return message;
   }
-
- private:
-  void Add(std::string_view name, XLA_FFI_AttrType type, void* value) {
-    spans_.push_back({name.data(), name.size()});
-    const auto before = [](const XLA_FFI_ByteSpan* a, std::string_view b) {
-      return std::string_view(a->ptr, a->len) < b;
-    };
-    const auto at = std::lower_bound(names_.begin(), names_.end(), name, before) - names_.begin();
-    names_.insert(names_.begin() + at, &spans_.back());  // in order, as XLA has them
-    types_.insert(types_.begin() + at, type);
-    attrs_.insert(attrs_.begin() + at, value);
-  }
-
-  XLA_FFI_CallFrame call_{};
-  std::deque<std::vector<int64_t>> dims_, numbers_;
-  std::deque<XLA_FFI_Buffer> buffers_;
-  std::deque<XLA_FFI_Scalar> scalars_;
-  std::deque<XLA_FFI_Array> arrays_;
-  std::deque<XLA_FFI_ByteSpan> spans_;
-  std::vector<XLA_FFI_ByteSpan*> names_;
-  std::vector<XLA_FFI_AttrType> types_;
-  std::vector<void*> attrs_, args_, rets_;
-  std::vector<XLA_FFI_ArgType> arg_types_;
-  std::vector<XLA_FFI_RetType> ret_types_;
 };
 
-// ---- A device in host memory, and the ranks of a world.
+// ---- The ranks of a world. Small calls, of devices that run many blocks at once, are one kernel.
 
-struct HostDevice {
-  static inline int num_resident = 0;
-
-  static Status Use(const std::string&, int device, int64_t* entry, int* resident) {
-    *entry = device;
-    *resident = num_resident;
-    return Status::Ok();
-  }
-  static Status MakeLocal(const std::string&, int64_t bytes, window::Local* local) {
-    local->state = reinterpret_cast<char*>(new uint64_t[bytes / 8 + 1]());
-    local->errors = local->errors_on_device = new kernels::ErrorRecord{};
-    return Status::Ok();
-  }
-  static Status Fill(const std::string&, char* memory, int64_t bytes, const uint64_t (&words)[2]) {
-    std::memset(memory, 0, bytes);
-    std::memcpy(memory, words, sizeof words);
-    return Status::Ok();
-  }
-  static Status Read(const std::string&, const char* from, uint64_t (&words)[2]) {
-    std::memcpy(words, from, sizeof words);
-    return Status::Ok();
-  }
-  static Status Launch(const std::string&, const kernels::Call& call, int, void*, window::Local*,
-                       bool* is_over) {
-    kernels::RunCall(call, 2, 3);
-    *is_over = false;
-    return Status::Ok();
-  }
-};
+constexpr int kManyBlocks = 16;  // from this device on
 
 constexpr auto kRequest = XLA_FFI_ExecutionStage_PREPARE;
 constexpr auto kMake = XLA_FFI_ExecutionStage_INITIALIZE;
@@ -223,23 +179,33 @@ constexpr auto kMove = XLA_FFI_ExecutionStage_EXECUTE;
 // Their communicators are never destroyed: channels know them by their addresses, and a thread may
 // wait for a rank that does not come.
 struct Job {
-  explicit Job(World* of) : world(of), clique(new FakeClique(of->num_ranks)), calls(of->num_ranks) {
+  explicit Job(World* of, const char* memory = "window", int first_device = 0)
+      : world(of),
+        memory(memory),
+        first_device(first_device),
+        clique(new FakeClique(of->num_ranks)),
+        calls(of->num_ranks) {
     for (int r = 0; r < world->num_ranks; ++r) {
-      calls[r].device = world->num_ranks + r;
+      calls[r].device = first_device + world->num_ranks + r;
+      calls[r].state = &state;
       calls[r].comm = new FakeComm{clique, (r + 1) % world->num_ranks};  // NCCL counts otherwise
       calls[r].extension = {{sizeof(collectives::Extension), 129, 0, 1, nullptr},
                             &calls[r],
                             &RequestCommunicator,
                             &GetCommunicator};
     }
-    for (const Target& target : window::Targets<HostDevice>()) {
-      const bool is_dispatch = std::strstr(target.name, "dispatch.dispatch") != nullptr;
-      if (is_dispatch == world->is_dispatch) stages = target;
+    const std::string name = world->is_dispatch ? "dispatch" : "combine";
+    for (const Target& target : CudaDispatchTargets()) {
+      if (target.name == "jax_cp_dispatch." + name + (in_window() ? "_window" : "")) {
+        stages = target;
+      }
     }
   }
 
+  bool in_window() const { return std::strcmp(memory, "window") == 0; }
+
   std::string Run(int r, XLA_FFI_ExecutionStage stage) {
-    Frame frame;
+    CallFrame frame;
     int32_t rank = r, group = 1;
     Write(r, &rank, &group, &frame);
     return frame.Run(&api,
@@ -250,6 +216,9 @@ struct Job {
   }
   // One stage of all ranks; their errors.
   std::vector<std::string> Run(XLA_FFI_ExecutionStage stage) {
+    static int64_t run_id = 0;
+    if (stage == kMake) ++run_id;
+    for (FakeCall& call : calls) call.run_id = run_id;
     std::vector<std::string> errors(world->num_ranks);
     std::vector<std::thread> threads;
     for (int r = 0; r < world->num_ranks; ++r) {
@@ -266,15 +235,17 @@ struct Job {
   }
 
   World* world;
+  const char* memory;
+  int first_device;
   FakeApi api;
+  CallBetweenGpus state;
   FakeClique* clique;
   std::vector<FakeCall> calls;
   Target stages{};
-  int64_t deadline_ms = 60'000, buffer = 0;
-  const char* memory = "window";
+  int64_t deadline_ms = 60'000, buffer = 0, num_partitions = 2 * world->num_ranks;
 
  private:
-  void Write(int r, int32_t* rank, int32_t* group, Frame* frame) {
+  void Write(int r, int32_t* rank, int32_t* group, CallFrame* frame) {
     const int n = world->num_ranks;
     const bool is_dispatch = world->is_dispatch;
     frame->AddArray(false, XLA_FFI_DataType_S32, {}, rank);
@@ -309,60 +280,54 @@ struct Job {
         }
       }
     }
-    for (auto& [name, list] : lists) frame->Add(name, list);
-    frame->Add("op", is_dispatch ? "dispatch" : "combine");
-    frame->Add("axis", "cp");
-    frame->Add("num_ranks", n);
-    frame->Add("deadline_ms", deadline_ms);
-    frame->Add("capacity_names", "");
+    Attributes& attributes = frame->attributes;
+    for (auto& [name, list] : lists) attributes.Add(name, list);
+    attributes.Add("op", std::string_view(is_dispatch ? "dispatch" : "combine"));
+    attributes.Add("axis", std::string_view("cp"));
+    attributes.Add("num_ranks", int64_t{n});
+    attributes.Add("deadline_ms", deadline_ms);
+    attributes.Add("capacity_names", std::string_view());
     std::vector<int64_t> devices, partitions;
-    for (int d = 0; d < 2 * n; ++d) devices.push_back(d), partitions.push_back(10 + d);
-    frame->Add("device_table", devices);
-    frame->Add("memory", memory);
-    frame->Add("num_comm_sm", int64_t{0});
-    frame->Add("site", int64_t{3});
-    frame->Add("partitions", partitions);
+    for (int d = 0; d < 2 * n; ++d) devices.push_back(first_device + d);
+    for (int64_t d = 0; d < num_partitions; ++d) partitions.push_back(10 + d);
+    attributes.Add("device_table", devices);
+    attributes.Add("memory", std::string_view(memory));
+    attributes.Add("num_comm_sm", int64_t{0});
+    attributes.Add("site", int64_t{3});
+    if (in_window()) attributes.Add("partitions", partitions);
   }
 };
 
-World WorldOf(int num_ranks, bool is_dispatch, kernels::Rng& rng) {
-  World world;
-  do {
-    world = kernels::RandomWorld(rng, is_dispatch);
-  } while (world.num_ranks != num_ranks);
-  return world;
-}
-
 // ---- What is right.
 
-void CheckRows(int seed) {
+void CheckCalls(int seed) {
   kernels::Rng rng(seed);
   World world = kernels::RandomWorld(rng, seed % 2 == 0);
-  Job job(&world);
-  HostDevice::num_resident = seed % 3 == 0 ? 8 : 1000;  // small calls are one kernel
+  Job job(&world, seed % 4 < 2 ? "window" : "devices", seed % 3 == 0 ? 0 : kManyBlocks);
   nccl->blocks = seed % 5 != 0;
   const int allocated = nccl->num_allocated;
-  job.Succeed(kRequest);
+  if (job.in_window()) job.Succeed(kRequest);
   for (int run = 0; run < 3; ++run) {  // halves take turns, and memory stays
     job.Succeed(kMake);
     world.Clear();
     job.Succeed(kMove);
-    (world.is_dispatch ? kernels::CheckDispatched : kernels::CheckCombined)(world);
+    kernels::CheckRows(world);
   }
-  CHECK(nccl->num_allocated == allocated + world.num_ranks);
+  nccl->blocks = true;
+  CHECK(nccl->num_allocated == allocated + (job.in_window() ? world.num_ranks : 0));
+  if (!job.in_window()) return;
   std::vector<std::vector<int64_t>> partitions(2);
   for (int d = 0; d < 2 * world.num_ranks; ++d) partitions[d / world.num_ranks].push_back(10 + d);
   for (const FakeCall& call : job.calls) {
     const std::vector<std::string> all{"request", "get", "get", "get", "get", "get", "get"};
     CHECK(call.asked == all && call.partitions == partitions);
   }
-  nccl->blocks = true;
 }
 
 // An invalid plan is an error of the next call, and of whoever asks first.
 void CheckPlanErrors() {
   kernels::Rng rng(3);
-  World world = WorldOf(2, true, rng);
+  World world = kernels::RandomWorld(rng, true, 2);
   Job job(&world);
   job.Succeed(kRequest);
   job.Succeed(kMake);
@@ -373,9 +338,23 @@ void CheckPlanErrors() {
   const std::string error = job.Run(kMove)[1];
   CHECK(error.find("dst_rank") != std::string::npos);
   std::string all;
-  for (const std::string& one : window::Channels::Get().TakeErrors()) all += one;
+  for (const std::string& one : ChannelRegistry::Get().TakeErrors()) all += one;
   CHECK(all.find("rank 1") != std::string::npos);
-  CHECK(window::Channels::Get().TakeErrors().empty());
+  CHECK(ChannelRegistry::Get().TakeErrors().empty());
+}
+
+// A destroyed buffer serves no call any more, in a window either.
+void CheckDestroyedBuffers() {
+  kernels::Rng rng(4);
+  World world = kernels::RandomWorld(rng, true, 2);
+  Job job(&world);
+  job.buffer = 7;
+  job.Succeed(kMake);
+  job.Succeed(kMove);
+  ChannelRegistry::Get().Release(7);
+  for (const std::string& error : job.Run(kMove)) {
+    CHECK(error.find("buffer 7 has been destroyed") != std::string::npos);
+  }
 }
 
 // ---- What is wrong: each message begins with the operation, and says what to do.
@@ -423,13 +402,14 @@ const Fault kFaults[] = {
      [](Job* job) { job->deadline_ms = 10; }},
     {"not all ranks came to this call within 0.03 s, three deadlines", kMake,
      [](Job* job) { nccl->blocks = false, job->deadline_ms = 10; }},
-    {"Call it through jax_cp_dispatch.", kRequest, [](Job* job) { job->memory = "slab"; }},
+    {"3 partitions in memory 'window'. Call it through jax_cp_dispatch.", kRequest,
+     [](Job* job) { job->num_partitions = 3; }},
 };
 
 void CheckFaults() {
   for (const Fault& fault : kFaults) {
     kernels::Rng rng(11);
-    World world = WorldOf(2, true, rng);
+    World world = kernels::RandomWorld(rng, true, 2);
     Job job(&world);
     if (fault.stage != kRequest) job.Succeed(kRequest);
     if (fault.stage == kMove) job.Succeed(kMake);
@@ -450,7 +430,7 @@ void CheckFaults() {
 // Ranks that register different calls at the same time notice it.
 void CheckOtherCalls() {
   kernels::Rng rng(5);
-  World one = WorldOf(2, true, rng), two = WorldOf(2, true, rng);
+  World one = kernels::RandomWorld(rng, true, 2), two = kernels::RandomWorld(rng, true, 2);
   Job first(&one), second(&two);
   second.calls[1].comm = first.calls[1].comm;
   std::string errors[2];
@@ -467,17 +447,23 @@ void CheckOtherCalls() {
 // channel.
 void CheckNewCommunicator() {
   kernels::Rng rng(6);
-  World world = WorldOf(3, false, rng);
+  World world = kernels::RandomWorld(rng, false, 3);
   Job job(&world);
   job.Succeed(kMake);
   Job again(&world);
   CHECK(again.Run(0, kMove).find("with another communicator") != std::string::npos);
   again.Succeed(kMake);
   again.Succeed(kMove);
-  kernels::CheckCombined(world);
+  kernels::CheckRows(world);
 }
 
 }  // namespace
+
+cudaError_t NumResidentBlocks(int* num_blocks) {
+  *num_blocks = fake_device < kManyBlocks ? 8 : 1000;
+  return cudaSuccess;
+}
+
 }  // namespace cpd
 
 // `rehearsal [library]`: with the fake of NCCL at this path, all checks. Without, or if it is too
@@ -485,15 +471,17 @@ void CheckNewCommunicator() {
 int main(int argc, char** argv) {
   using namespace cpd;  // NOLINT
   void* library = argc > 1 ? dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL) : nullptr;
-  if (library == nullptr || !window::Nccl::Get().why_not.empty()) {
+  CallBetweenGpus::id.type_id = 1;  // as XLA registers it
+  if (library == nullptr || !WhyNoNccl().empty()) {
     kernels::Rng rng(0);
-    World world = WorldOf(2, true, rng);
+    World world = kernels::RandomWorld(rng, true, 2);
     std::puts(Job(&world).Run(0, kRequest).c_str());
     return 0;
   }
   nccl = reinterpret_cast<FakeNccl* (*)()>(dlsym(library, "fake_nccl"))();
-  for (int seed = 0; seed < 40; ++seed) CheckRows(seed);
+  for (int seed = 0; seed < 40; ++seed) CheckCalls(seed);
   CheckPlanErrors();
+  CheckDestroyedBuffers();
   CheckFaults();
   CheckOtherCalls();
   CheckNewCommunicator();

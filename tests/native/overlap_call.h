@@ -25,32 +25,6 @@ inline float SmallInteger(ArrayName name, int rank, int64_t row, int64_t column)
   return static_cast<float>(static_cast<int>((x ^ x >> 12) % 5) - 2);
 }
 
-// Reads of peers without a put are seen, too.
-class SeenReads final : public Stream {
- public:
-  SeenReads(Stream* stream, std::function<void()> see) : stream_(stream), see_(std::move(see)) {}
-  void Run(SpanKind kind, std::string name, std::function<void(Counters&)> work) override {
-    if (kind == SpanKind::kCommunication) {
-      work = [see = see_, work = std::move(work)](Counters& counters) {
-        see();
-        work(counters);
-      };
-    }
-    stream_->Run(kind, std::move(name), std::move(work));
-  }
-  void Put(std::string name, int peer, std::vector<RowCopy> copies, Signal signal) override {
-    stream_->Put(std::move(name), peer, std::move(copies), std::move(signal));
-  }
-  void Add(int peer, Signal signal) override { stream_->Add(peer, std::move(signal)); }
-  void Wait(Signal signal, int64_t count, int peer) override {
-    stream_->Wait(std::move(signal), count, peer);
-  }
-
- private:
-  Stream* const stream_;
-  const std::function<void()> see_;
-};
-
 struct StandIns {
   GemmFunction gemm = PlainGemm;
   Link link = CopyRows;
@@ -113,17 +87,19 @@ class Call {
 
   Status Run(const StandIns& stand_ins = {}) const {
     const auto core = MakeCommOverlap(p_, std::make_shared<HostArithmetic>(stand_ins.gemm));
-    Team team({"test", 7, stand_ins.deadline}, p_.num_ranks(), core->num_signals(), stand_ins.link);
-    for (int rank = 0; rank < p_.num_ranks(); ++rank) {
-      const RankStreams streams = team.streams(rank);
-      if (!stand_ins.read) {
-        core->Record(rank, streams);
-        continue;
+    Schedule schedule = core->Record();
+    for (size_t i = 0; i < schedule.streams.size() && stand_ins.read; ++i) {
+      for (Step& step : schedule.streams[i].steps) {
+        if (step.kind != Step::Kind::kRun || step.span != SpanKind::kCommunication) continue;
+        step.work = [&stand_ins, rank = static_cast<int>(i / 2),
+                     work = std::move(step.work)](Counters& counters) {
+          stand_ins.read(rank);
+          work(counters);
+        };
       }
-      const auto see = [&stand_ins, rank] { stand_ins.read(rank); };
-      SeenReads compute(&streams.compute, see), communicate(&streams.communicate, see);
-      core->Record(rank, {compute, communicate});
     }
+    Team team({"test", 7, stand_ins.deadline}, std::move(schedule), core->num_signals(),
+              stand_ins.link);
     std::vector<std::future<void>> ends;
     for (const int task : team.Tasks()) {
       auto end = std::make_shared<std::promise<void>>();

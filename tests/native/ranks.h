@@ -60,6 +60,19 @@ inline std::future<Status> Join(const Exchange& exchange, int rank,
   return std::move(status);
 }
 
+inline Exchange ExchangeOf(int64_t run_id, int num_ranks, Planner planner,
+                           std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
+  return {"test", {run_id, 1, 0}, num_ranks, deadline, std::move(planner)};
+}
+
+inline const Planner kNothingToDo = [](const auto&, WorkList*) { return Status::Ok(); };
+
+inline std::vector<std::future<Status>> JoinAll(const Exchange& exchange) {
+  std::vector<std::future<Status>> ranks;
+  for (int rank = 0; rank < exchange.num_ranks; ++rank) ranks.push_back(Join(exchange, rank));
+  return ranks;
+}
+
 inline std::future<Status> Refuse(const Exchange& exchange, const Status& reason) {
   auto [completion, status] = Promised();
   InProcessTransport().Refuse(exchange, reason, std::move(completion));

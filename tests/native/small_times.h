@@ -29,15 +29,12 @@ inline float ReplayMicroseconds(const TimedCall& timed, int num_blocks) {
   for (size_t r = 0; r < num_streams; ++r) {
     CUDA(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
     CUDA(cudaEventCreate(&ends[r]));
-    cudaGraph_t graph;
-    CUDA(cudaStreamBeginCapture(streams[r], cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kCallsInARow; ++i) {
-      CUDA(LaunchCall(timed.calls[r], num_blocks, streams[r]));
-    }
-    CUDA(cudaStreamEndCapture(streams[r], &graph));
-    CUDA(cudaGraphInstantiate(&replays[r], graph, 0));
+    replays[r] = Record(streams[r], [&] {
+      for (int i = 0; i < kCallsInARow; ++i) {
+        CUDA(LaunchCall(timed.calls[r], num_blocks, streams[r]));
+      }
+    });
     CUDA(cudaGraphUpload(replays[r], streams[r]));
-    CUDA(cudaGraphDestroy(graph));
   }
   CUDA(cudaDeviceSynchronize());
   std::vector<float> times;
@@ -63,8 +60,7 @@ inline float ReplayMicroseconds(const TimedCall& timed, int num_blocks) {
     CUDA(cudaEventDestroy(ends[r]));
     CUDA(cudaStreamDestroy(streams[r]));
   }
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
+  return MedianOf(times);
 }
 
 inline std::string TimeSmallCall(const Timed& what, int num_blocks, cudaStream_t stream) {
@@ -104,9 +100,7 @@ inline int TimeSmallCalls(int num_blocks, const char* path) {
         for (const bool is_small : {false, true}) {
           const int64_t num_bytes = kTimedRanks * kTimedRanks * row_bytes;
           const Timed what{is_dispatch, num_passes, row_bytes, num_bytes, is_small};
-          rows.push_back(TimeSmallCall(what, num_blocks, stream));
-          std::printf("%s\n", rows.back().c_str());
-          std::fflush(stdout);
+          Add(TimeSmallCall(what, num_blocks, stream), &rows);
         }
       }
     }

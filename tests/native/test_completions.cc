@@ -30,12 +30,6 @@ namespace cpd::test_completions {
 
 using std::chrono::milliseconds;
 
-Exchange MakeExchange(int64_t run_id, int num_ranks, milliseconds deadline, Planner planner) {
-  return {"test", {run_id, 1, 0}, num_ranks, deadline, std::move(planner)};
-}
-
-const Planner kNothingToDo = [](const auto&, WorkList*) { return Status::Ok(); };
-
 // The rest of a rank's program may wait for the rest of another's.
 void CompletionsWaitForEachOther() {
   constexpr int kRanks = 8;
@@ -43,7 +37,7 @@ void CompletionsWaitForEachOther() {
   std::atomic<int> num_left{kRanks};
   std::promise<void> all;
   std::shared_future<void> everyone = all.get_future();
-  const Exchange exchange = MakeExchange(1, kRanks, milliseconds(20000), kNothingToDo);
+  const Exchange exchange = ExchangeOf(1, kRanks, kNothingToDo);
   for (int rank = 0; rank < kRanks; ++rank) {
     InProcessTransport().Join(exchange, rank, nullptr,
                               [&, rank](const Status&) {
@@ -96,11 +90,9 @@ void ThePoolGrowsAndShrinks() {
 // First in a process, when the pool has no thread yet, and again when it has some.
 void CompletesWithoutNewThreads(int64_t run_id) {
   InProcessTransport();
-  const Exchange exchange = MakeExchange(run_id, 4, milliseconds(20000), kNothingToDo);
+  const Exchange exchange = ExchangeOf(run_id, 4, kNothingToDo);
   refuse_threads = true;
-  std::vector<std::future<Status>> ranks;
-  for (int rank = 0; rank < 4; ++rank) ranks.push_back(Join(exchange, rank));
-  for (auto& status : ranks) CHECK(status.get().ok());
+  for (auto& status : JoinAll(exchange)) CHECK(status.get().ok());
   refuse_threads = false;
 }
 

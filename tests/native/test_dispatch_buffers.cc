@@ -5,19 +5,14 @@
 #include <cstdlib>
 #include <thread>
 
-#include "check.h"
 #include "dispatch/dispatch_buffers.h"
 #include "native_test.h"
+#include "ranks.h"
 
 namespace cpd::test_dispatch_buffers {
 
 bool Refused(const Status& status, const char* text) {
-  if (status.code == StatusCode::kInvalidArgument &&
-      status.message.find(text) != std::string::npos) {
-    return true;
-  }
-  std::fprintf(stderr, "'%s' is not in '%s'\n", text, status.message.c_str());
-  return false;
+  return status.code == StatusCode::kInvalidArgument && Contains(status, text);
 }
 
 int64_t NumInUse(DispatchBuffers& registry, int64_t id) {

@@ -14,6 +14,15 @@
 
 namespace cpd::test_dispatch_plans {
 
+// The contribution of one rank alone.
+std::vector<std::unique_ptr<Contribution>> Alone(const OperandGroup& group) {
+  auto mine = std::make_unique<DispatchContribution>();
+  mine->groups = {group};
+  std::vector<std::unique_ptr<Contribution>> contributions;
+  contributions.push_back(std::move(mine));
+  return contributions;
+}
+
 // Sums of an unsupported type are refused, even if Python let them through.
 void UnknownTypesAreRefused() {
   float row = 0;
@@ -27,12 +36,8 @@ void UnknownTypesAreRefused() {
   group.dst_offset = group.src_offset = {&zero, IntType::kU32};
   group.seq_len = {&one, IntType::kU32};
   group.num_recv_tokens = {num_recv_tokens, IntType::kU32};
-  auto mine = std::make_unique<DispatchContribution>();
-  mine->groups = {group};
-  std::vector<std::unique_ptr<Contribution>> contributions;
-  contributions.push_back(std::move(mine));
   WorkList work;
-  CHECK(Contains(PlanCombine("sum", contributions, &work), "cannot be summed"));
+  CHECK(Contains(PlanCombine("sum", Alone(group), &work), "cannot be summed"));
 }
 
 // No integer in the metadata overflows before it is refused.
@@ -55,13 +60,9 @@ void HostileNumbersAreRefused(int64_t seq_len, int64_t src_offset, int64_t dst_o
   group.seq_len = {lengths.data(), IntType::kI64};
   if (src_offset != 0) group.src_offset = {first_rows.data(), IntType::kI64};
   group.num_recv_tokens = {num_recv_tokens, IntType::kI64};
-  std::vector<std::unique_ptr<Contribution>> contributions;
-  auto mine = std::make_unique<DispatchContribution>();
-  mine->groups = {group};
-  contributions.push_back(std::move(mine));
   WorkList work;
-  CHECK(Contains(PlanDispatch("send", contributions, &work), message));
-  CHECK(Contains(PlanCombine("combine", contributions, &work), message));
+  CHECK(Contains(PlanDispatch("send", Alone(group), &work), message));
+  CHECK(Contains(PlanCombine("combine", Alone(group), &work), message));
 }
 
 // One operand group per row of `need`: the tokens that each rank would receive, into buffers of
@@ -146,12 +147,8 @@ void HostileNumbersWithoutArrays() {
       group.num_recv_tokens = {zeros, IntType::kI64};
   group.seq_len = {lengths, IntType::kI64};
   for (const auto plan : {PlanDispatch, PlanCombine}) {
-    std::vector<std::unique_ptr<Contribution>> contributions;
-    auto mine = std::make_unique<DispatchContribution>();
-    mine->groups.push_back(group);
-    contributions.push_back(std::move(mine));
     WorkList work;
-    CHECK(plan("send", contributions, &work, {}).ok());
+    CHECK(plan("send", Alone(group), &work, {}).ok());
     CHECK(work.num_tasks == 0);
   }
 }

@@ -1,7 +1,7 @@
-"""Exchanges through windows of NCCL, without a GPU: with fakes of XLA's extension and of NCCL.
+"""The handlers of exchanges between GPUs without one: with fakes of CUDA, NCCL and XLA's extension.
 
-Neither XLA nor NCCL runs here, so this shows the order of calls, what is passed to them, and every
-error, not that they do what their headers say.
+None of them runs here, so this shows the order of calls, what is passed to them, and every error,
+not that they do what their headers say.
 """
 
 import os
@@ -16,10 +16,11 @@ HERE = pathlib.Path(__file__).parent
 HEADERS = pathlib.Path(
     os.environ.get("TEST_JAXLIB_INCLUDE", pathlib.Path(jaxlib.__path__[0], "include"))
 )
-FFI = f"-I{HERE}", "-isystem", HEADERS
+FFI = f"-I{HERE}", f"-I{HERE / 'fake_cuda'}", "-isystem", HEADERS
 SOURCES = [
     *(f"ffi/{name}.cc" for name in ("common", "dispatch_call", "cuda/dispatch_call")),
-    *("cuda/errors.cc", "dispatch/messages.cc", "numerics/rows.cc"),
+    *("ffi/cuda/dispatch.cc", "ffi/cuda/nccl_window.cc", "cuda/errors.cc", "cuda/memory.cc"),
+    *("dispatch/messages.cc", "numerics/rows.cc"),
 ]
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

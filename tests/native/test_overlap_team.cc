@@ -124,8 +124,7 @@ void Run(const Call& call, bool on_one_device, std::mt19937* rng) {
     schedules.push_back(
         MakeCommOverlap(problem, std::make_shared<QueuedArithmetic>(devices.back().get())));
     const CommOverlap& core = *schedules.back();
-    OverlapTeam team(num_ranks, core.num_signals(), first, num_local);
-    for (int rank = 0; rank < num_ranks; ++rank) core.Record(rank, team.streams(rank));
+    OverlapTeam team(core.Record(), core.num_signals(), first, num_local);
     CHECK(team.Enqueue("test", devices.back().get()).ok());
   }
   for (bool moves = true; moves;) {
@@ -192,8 +191,9 @@ void KernelsAreKnownByWhatChoosesThem() {
 void AWaitWithoutASignalIsRefused() {
   Signals signals;
   FakeDevice device(&signals);
-  OverlapTeam team(2, 1, 0, 2);
-  team.streams(1).compute.Wait({0, "chunk 0 arrived"}, 1, 0);
+  Schedule schedule(2);
+  schedule.of(1).compute.Wait({0, "chunk 0 arrived"}, 1, 0);
+  OverlapTeam team(schedule, 1, 0, 2);
   CHECK(Contains(team.Enqueue("op", &device),
                  "op: rank 1 waits for signal 'chunk 0 arrived' of rank 0, which no rank sends"));
 }

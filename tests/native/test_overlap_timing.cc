@@ -47,12 +47,11 @@ double SecondsOf(const OverlapProblem& problem, Times times) {
     return times.communication * bytes / all;
   };
   const auto core = MakeCommOverlap(p, std::make_shared<HostArithmetic>(gemm));
-  VirtualStreams streams(p.num_ranks(), core->num_signals(),
+  VirtualStreams streams(core->Record(), core->num_signals(),
                          {put, times.communication / call.num_reads_expected()});
   const bool reads =
       p.config.type == CommType::kReduceScatter && p.config.method != CommMethod::kRingExchange;
   for (int rank = 0; rank < p.num_ranks(); ++rank) {
-    core->Record(rank, streams.streams(rank));
     CHECK(streams.num_reads(rank) == (reads ? call.num_reads_expected() : 0));
   }
   return streams.Run();

@@ -11,32 +11,6 @@
 
 namespace cpd::kernels::test_small_calls {
 
-World WorldOf(Rng& rng, int num_ranks, bool is_dispatch) {
-  World world{};
-  world.num_ranks = num_ranks;
-  world.is_dispatch = is_dispatch;
-  world.use_src_offset = Draw(rng, 0, 1);
-  world.rows_per_strip = Draw(rng, 1, 5);
-  world.num_blocks = static_cast<int>(Draw(rng, 1, 2));
-  world.num_threads = static_cast<int>(Draw(rng, 1, 3));
-  if (!is_dispatch) world.in_type = world.out_type = DataType::kF32;
-  for (int64_t p = Draw(rng, 1, 2); p > 0; --p) {
-    std::vector<int64_t> row_bytes;
-    for (int64_t a = Draw(rng, 1, 2); a > 0; --a) {
-      row_bytes.push_back(is_dispatch ? Draw(rng, 1, 70) : 4 * Draw(rng, 1, 20));
-    }
-    world.groups.push_back(MakeGroup(
-        rng, num_ranks,
-        {Draw(rng, 1, 7), Draw(rng, 1, 3), Draw(rng, 1, 30), row_bytes, world.use_src_offset}));
-  }
-  FillArrays(&world, rng, !is_dispatch);
-  return world;
-}
-
-void Check(const World& world, bool is_dispatch) {
-  is_dispatch ? CheckDispatched(world) : CheckCombined(world);
-}
-
 // Each rank draws for each of its calls whether it is small: calls may alternate, and the ranks of
 // one call may differ.
 void BothKindsServeOneChannel(int num_worlds) {
@@ -44,7 +18,7 @@ void BothKindsServeOneChannel(int num_worlds) {
   for (const int num_ranks : {2, 4}) {
     for (int i = 0; i < num_worlds; ++i) {
       for (const bool is_dispatch : {true, false}) {
-        World world = WorldOf(rng, num_ranks, is_dispatch);
+        World world = RandomWorld(rng, is_dispatch, num_ranks);
         Concurrently(world, -1, [&](Call call) {
           Rng of_rank(100 * i + call.first_rank);
           for (int n = 0; n < 6; ++n) {
@@ -52,8 +26,7 @@ void BothKindsServeOneChannel(int num_worlds) {
             RunCall(call, world.num_blocks, world.num_threads);
           }
         });
-        CHECK(world.IsFine());
-        Check(world, is_dispatch);
+        CheckMoved(world);
       }
     }
   }
@@ -64,7 +37,7 @@ void BothKindsServeOneLaunch(int num_worlds) {
   for (const int num_ranks : {1, 2, 8}) {
     for (int i = 0; i < num_worlds; ++i) {
       for (const bool is_dispatch : {true, false}) {
-        World world = WorldOf(rng, num_ranks, is_dispatch);
+        World world = RandomWorld(rng, is_dispatch, num_ranks);
         OneLaunch launch(world);
         launch.Clear();
         for (int n = 0; n < 5; ++n) {
@@ -72,8 +45,7 @@ void BothKindsServeOneLaunch(int num_worlds) {
           RunCall(launch.call, world.num_blocks, world.num_threads);
         }
         launch.Store(&world);
-        CHECK(world.IsFine());
-        Check(world, is_dispatch);
+        CheckMoved(world);
       }
     }
   }
@@ -84,14 +56,13 @@ void BothKindsServeOneLaunch(int num_worlds) {
 void AnyNumberOfBlocksRunsAtOnce() {
   Rng rng(63);
   for (const bool is_dispatch : {true, false}) {
-    World world = WorldOf(rng, 4, is_dispatch);
+    World world = RandomWorld(rng, is_dispatch, 4);
     OneLaunch launch(world);
     for (const int num_resident : {1, 2, 3, 5, 1}) {
       launch.Clear();
       RunSmallCall(launch.call, world.num_threads, num_resident);
       launch.Store(&world);
-      CHECK(world.IsFine());
-      Check(world, is_dispatch);
+      CheckMoved(world);
     }
   }
 }
@@ -100,28 +71,22 @@ void AnyNumberOfBlocksRunsAtOnce() {
 void APlanThatOneRankRejects() {
   Rng rng(64);
   for (const bool is_dispatch : {true, false}) {
-    World world = WorldOf(rng, 3, is_dispatch);
+    World world = RandomWorld(rng, is_dispatch, 3);
     world.is_small = true;
     int32_t& length = world.groups[0].plans[1].seq_len[0];
     const int32_t good = std::exchange(length, -1);
     RunRanks(world);
-    CHECK(world.Take(1).failure == Failure::kLength);
-    for (const int r : {0, 2}) {
-      const ErrorRecord error = world.Take(r);
-      CHECK(error.failure == Failure::kPeer && error.peer == 1);
-    }
-    for (int r = 0; r < 3; ++r) CHECK(IsSpoiled(world, r));
+    CheckRefused(world, 1, Failure::kLength);
     length = good;
     RunRanks(world, 3);
-    CHECK(world.IsFine());
-    Check(world, is_dispatch);
+    CheckMoved(world);
   }
 }
 
 // Counts that do not fit: found before rows are taken.
 void MessagesAreChecked() {
   Rng rng(65);
-  World counts = WorldOf(rng, 2, true);
+  World counts = RandomWorld(rng, true, 2);
   counts.is_small = true;
   counts.groups[0].plans[1].num_recv_tokens[0] += 1;
   RunRanks(counts);
@@ -132,7 +97,7 @@ void MessagesAreChecked() {
 // the channel cannot be used again, by calls of either kind.
 void AnAbsentRankIsNamed() {
   Rng rng(66);
-  World world = WorldOf(rng, 3, true);
+  World world = RandomWorld(rng, true, 3);
   world.is_small = true;
   RunRanks(world);
   CHECK(world.IsFine());
@@ -159,7 +124,7 @@ void AnAbsentRankIsNamed() {
 // On a GPU that is broken, a part that takes may wait for one that never ends.
 void APartThatDoesNotEnd() {
   Rng rng(67);
-  World world = WorldOf(rng, 2, true);
+  World world = RandomWorld(rng, true, 2);
   OneLaunch launch(world);
   launch.Clear();
   launch.call.deadline_ns = 1'000'000;

@@ -8,21 +8,14 @@ namespace cpd::test_transport_failures {
 
 using std::chrono::milliseconds;
 
-Exchange MakeExchange(int64_t run_id, int num_ranks, milliseconds deadline, Planner planner) {
-  return {"test", {run_id, 1, 0}, num_ranks, deadline, std::move(planner)};
-}
-
-const Planner kNothingToDo = [](const auto&, WorkList*) { return Status::Ok(); };
-
 void EveryRankGetsThePlannersError(int64_t run_id, const Planner& planner, const char* message) {
-  const Exchange exchange = MakeExchange(run_id, 3, milliseconds(20000), planner);
-  std::vector<std::future<Status>> ranks;
-  for (int rank = 0; rank < 3; ++rank) ranks.push_back(Join(exchange, rank));
-  for (auto& status : ranks) CHECK(Contains(status.get(), message));
+  for (auto& status : JoinAll(ExchangeOf(run_id, 3, planner))) {
+    CHECK(Contains(status.get(), message));
+  }
 }
 
 void LateRanksFindTheError() {
-  const Exchange exchange = MakeExchange(2, 3, milliseconds(2000), kNothingToDo);
+  const Exchange exchange = ExchangeOf(2, 3, kNothingToDo, milliseconds(2000));
   auto first = Join(exchange, 0), second = Join(exchange, 2);
   CHECK(Contains(first.get(), "2/3 ranks arrived, ranks [0, 2] wait for missing ranks [1]"));
   CHECK(Contains(second.get(), "missing ranks [1]"));
@@ -32,7 +25,7 @@ void LateRanksFindTheError() {
 
 // Other groups and other calls of a failed execution fail too; other executions continue.
 void OneFailureFailsTheExecution() {
-  Exchange exchange = MakeExchange(6, 2, milliseconds(20000), kNothingToDo);
+  Exchange exchange = ExchangeOf(6, 2, kNothingToDo);
   Exchange group = exchange, call = exchange, other = exchange;
   group.key.group = 1;
   call.key.call_site = 2;
@@ -48,14 +41,14 @@ void OneFailureFailsTheExecution() {
 }
 
 void RanksThatCannotBe(int64_t run_id, int rank, const char* message) {
-  const Exchange exchange = MakeExchange(run_id, 3, milliseconds(20000), kNothingToDo);
+  const Exchange exchange = ExchangeOf(run_id, 3, kNothingToDo);
   auto waiting = Join(exchange, 0), wrong = Join(exchange, rank), late = Join(exchange, 1);
   for (auto* status : {&waiting, &wrong, &late}) CHECK(Contains(status->get(), message));
 }
 
 // A rank that arrived with another operation is named, together with this operation.
 void RanksInAnotherCallAreNamed() {
-  Exchange dispatch = MakeExchange(8, 3, milliseconds(100), kNothingToDo);
+  Exchange dispatch = ExchangeOf(8, 3, kNothingToDo, milliseconds(100));
   Exchange combine = dispatch, in_other_group = dispatch, in_other_run = dispatch;
   dispatch.op = "dispatch over axis 'cp'";
   combine.op = "combine over axis 'cp'";
@@ -79,7 +72,7 @@ void RanksInAnotherCallAreNamed() {
 
 // A rank that may not join fails the ranks that wait for it and those that come later.
 void ARefusedRankFailsTheExecution() {
-  const Exchange exchange = MakeExchange(13, 3, milliseconds(20000), kNothingToDo);
+  const Exchange exchange = ExchangeOf(13, 3, kNothingToDo);
   Exchange call = exchange;
   call.key.call_site = 2;
   auto waiting = Join(exchange, 0), in_call = Join(call, 2);

@@ -29,19 +29,9 @@ class Barrier {
   int64_t num_missing_;
 };
 
-Exchange MakeExchange(int64_t run_id, int num_ranks, Planner planner) {
-  return {"test", {run_id, 1, 0}, num_ranks, milliseconds(20000), std::move(planner)};
-}
-
-std::vector<std::future<Status>> JoinAll(const Exchange& exchange) {
-  std::vector<std::future<Status>> ranks;
-  for (int rank = 0; rank < exchange.num_ranks; ++rank) ranks.push_back(Join(exchange, rank));
-  return ranks;
-}
-
 void TasksRunAtTheSameTime(int64_t run_id, int64_t num_tasks) {
   std::atomic<int64_t> num_run{0};
-  const Exchange exchange = MakeExchange(run_id, 3, [&](const auto&, WorkList* work) {
+  const Exchange exchange = ExchangeOf(run_id, 3, [&](const auto&, WorkList* work) {
     auto barrier = std::make_shared<Barrier>(num_tasks);
     work->num_tasks = num_tasks;
     work->tasks_wait = true;
@@ -59,7 +49,7 @@ void TasksRunAtTheSameTime(int64_t run_id, int64_t num_tasks) {
 
 // The ranks of the call, those that wait elsewhere in the execution, and later ones.
 void TheOutcomeIsThatOfEveryRank() {
-  const Exchange exchange = MakeExchange(200, 3, [](const auto&, WorkList* work) {
+  const Exchange exchange = ExchangeOf(200, 3, [](const auto&, WorkList* work) {
     work->num_tasks = 4;
     work->tasks_wait = true;
     work->run = [](int64_t) {};
@@ -82,7 +72,7 @@ void TheGateHoldsTheWorkBack() {
   std::function<void()> begin;
   auto held = std::make_shared<int>(0);  // by the work
   const Exchange exchange =
-      MakeExchange(201, 2, [&num_run, &begin, &held](const auto&, WorkList* work) {
+      ExchangeOf(201, 2, [&num_run, &begin, &held](const auto&, WorkList* work) {
         work->num_tasks = 2;
         work->tasks_wait = true;
         work->run = [&num_run, held](int64_t) { ++num_run; };
@@ -110,7 +100,7 @@ void CallsOnOneBufferTakeTurns() {
   for (int call = 0; call < kCalls; ++call) {
     for (int group = 0; group < kGroups; ++group) {
       Exchange exchange =
-          MakeExchange(300 + call, 2, [&inside, call, group](const auto&, WorkList* work) {
+          ExchangeOf(300 + call, 2, [&inside, call, group](const auto&, WorkList* work) {
             std::shared_ptr<OverlapBufferLease> lease;
             CHECK(OverlapBuffers::Get().Lease("call", 1, group, true, &lease).ok());
             auto barrier = std::make_shared<Barrier>(kTasks);

@@ -27,26 +27,30 @@ class VirtualStreams {
   // Work on a stream states its duration.
   static void Pass(double seconds) { now_ += seconds; }
 
-  VirtualStreams(int num_ranks, int num_signals, Times times) : times_(std::move(times)) {
-    for (int rank = 0; rank < num_ranks; ++rank) {
+  VirtualStreams(Schedule schedule, int num_signals, Times times)
+      : schedule_(std::move(schedule)), times_(std::move(times)) {
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank) {
       counters_.push_back(std::make_unique<RankCounters>(this, num_signals));
-      for (int i = 0; i < 2; ++i) lines_.push_back(std::make_unique<Line>(this, rank));
     }
   }
 
-  RankStreams streams(int rank) { return {*lines_[2 * rank], *lines_[2 * rank + 1]}; }
+  // Steps in which a rank reads from its peers.
   int num_reads(int rank) const {
-    return lines_[2 * rank]->num_reads() + lines_[2 * rank + 1]->num_reads();
+    int num = 0;
+    for (const int i : {2 * rank, 2 * rank + 1}) {
+      for (const Step& step : schedule_.streams[i].steps) num += IsRead(step);
+    }
+    return num;
   }
 
   // From the start of all streams to the end of the last one.
   double Run() {
-    std::vector<double> ends(lines_.size());
+    std::vector<double> ends(schedule_.streams.size());
     std::vector<std::thread> threads;
-    for (size_t i = 0; i < lines_.size(); ++i) {
+    for (size_t i = 0; i < ends.size(); ++i) {
       threads.emplace_back([this, i, &ends] {
         now_ = 0;
-        lines_[i]->RunAll();
+        for (const Step& step : schedule_.streams[i].steps) RunStep(*counters_[i / 2], step);
         ends[i] = now_;
       });
     }
@@ -85,51 +89,25 @@ class VirtualStreams {
     std::vector<double> added_at_;
   };
 
-  class Line final : public Stream {
-   public:
-    Line(VirtualStreams* all, int rank) : all_(all), rank_(rank) {}
+  static bool IsRead(const Step& step) {
+    return step.kind == Step::Kind::kRun && step.span == SpanKind::kCommunication;
+  }
 
-    void Run(SpanKind kind, std::string, std::function<void(Counters&)> work) override {
-      const bool is_read = kind == SpanKind::kCommunication;
-      num_reads_ += is_read;
-      steps_.push_back([this, is_read, work = std::move(work)] {
-        if (is_read) Pass(all_->times_.read);
-        work(own());
-      });
+  void RunStep(Counters& own, const Step& step) const {
+    if (IsRead(step)) Pass(times_.read);
+    switch (step.kind) {
+      case Step::Kind::kRun: return step.work(own);
+      case Step::Kind::kPut: Pass(times_.put(step.copies)); return own.Add(step.peer, step.signal);
+      case Step::Kind::kAdd: return own.Add(step.peer, step.signal);
+      case Step::Kind::kWait: own.WaitFor(step.signal, step.count, step.peer);
     }
-    void Put(std::string, int peer, std::vector<RowCopy> copies, Signal signal) override {
-      steps_.push_back([this, peer, copies = std::move(copies), signal = std::move(signal)] {
-        Pass(all_->times_.put(copies));
-        own().Add(peer, signal);
-      });
-    }
-    void Add(int peer, Signal signal) override {
-      steps_.push_back([this, peer, signal = std::move(signal)] { own().Add(peer, signal); });
-    }
-    void Wait(Signal signal, int64_t count, int peer) override {
-      steps_.push_back(
-          [this, signal = std::move(signal), count, peer] { own().WaitFor(signal, count, peer); });
-    }
-
-    int num_reads() const { return num_reads_; }
-    void RunAll() {
-      for (const auto& step : steps_) step();
-    }
-
-   private:
-    Counters& own() { return *all_->counters_[rank_]; }
-
-    VirtualStreams* const all_;
-    const int rank_;
-    int num_reads_ = 0;
-    std::vector<std::function<void()>> steps_;
-  };
+  }
 
   static inline thread_local double now_ = 0;  // of the stream that runs on this thread
 
+  const Schedule schedule_;
   const Times times_;
   std::vector<std::unique_ptr<RankCounters>> counters_;
-  std::vector<std::unique_ptr<Line>> lines_;  // two per rank
 };
 
 }  // namespace cpd

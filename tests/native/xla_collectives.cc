@@ -3,7 +3,7 @@
 #include "ffi/cuda/nccl_window.h"
 #include "xla/ffi/api/collectives_c_api.h"
 
-namespace ours = cpd::window::collectives;
+namespace ours = cpd::collectives;
 
 #define SAME_PLACE(our_struct, our_field, their_struct, their_field)                     \
   static_assert(offsetof(our_struct, our_field) == offsetof(their_struct, their_field)); \

@@ -263,14 +263,18 @@ ENVIRONMENT = {
 def make_slab(device, num_bytes):
     if "mig on one" in SCENE and PROCESS == 1:
         raise RuntimeError("initialize: cudaIpcGetMemHandle failed: operation not supported")
-    return 5000 + PROCESS, bytes([PROCESS] * 64)
+    return 5000 + PROCESS, f"{PROCESS:02x}" * 64
 
 
 def open_slab(device, handle):
     if "no ipc" in SCENE and PROCESS == 2:
         raise RuntimeError("initialize: cudaIpcOpenMemHandle failed: invalid argument")
-    assert device == 0 and handle == bytes([handle[0]] * 64) != bytes([PROCESS] * 64)
-    return 7000 + handle[0]
+    assert device == 0 and handle == handle[:2] * 64 != f"{PROCESS:02x}" * 64
+    return 7000 + int(handle[:2], 16)
+
+
+def end_slab(device, address, *, is_own):
+    print(f"{'freed' if is_own else 'closed'} {address}", flush=True)
 
 
 def has_pattern(device, address, seed):
@@ -368,8 +372,7 @@ if __name__ == "__main__":
         connect_peers=connect_peers,
         make_slab=make_slab,
         open_slab=open_slab,
-        close_slab=lambda device, address: print(f"closed {address}", flush=True),
-        free_slab=lambda device, address: print(f"freed {address}", flush=True),
+        end_slab=end_slab,
         write_pattern=lambda device, address, seed: seed >> 16 == PROCESS,
         has_pattern=has_pattern,
         set_slab=set_slab,

@@ -22,6 +22,7 @@
 #include "gemm/overlap_problem.h"
 #include "gemm/plan_overlap.h"
 #include "gpu_schedule/cublaslt.h"
+#include "kernels/call.h"
 #include "nanobind/nanobind.h"
 #include "nanobind/ndarray.h"
 #include "nanobind/stl/string.h"
@@ -43,7 +44,7 @@ void Check(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message.c_str());
 }
 
-// ---- Python bindings of the registries of buffers, and of the sizes of those of GEMMs.
+// ---- Python bindings of the registries of buffers, and of the sizes of memory on GPUs.
 
 DataType FloatType(const std::string& name) {
   if (name == "float8_e4m3fn") return DataType::kE4M3;
@@ -130,6 +131,34 @@ nb::dict List() {
   return buffers;
 }
 
+// Of one group; see channel_bytes.
+using GroupSizes = std::tuple<int64_t, int64_t, int64_t, bool, std::vector<int64_t>>;
+
+int64_t ChannelBytes(bool is_dispatch, bool has_network, int num_ranks,
+                     const std::vector<GroupSizes>& groups) {
+  kernels::Call call{};
+  call.is_dispatch = is_dispatch;
+  call.has_network = has_network;
+  call.num_ranks = num_ranks;
+  call.num_local = 1;
+  for (const auto& [num_tokens, capacity, num_replicas, has_src_offset, row_bytes] : groups) {
+    if (call.num_groups == kernels::kMaxOperandGroups) break;
+    kernels::OperandGroup& group = call.groups[call.num_groups++];
+    group.num_tokens = num_tokens;
+    group.capacity = capacity;
+    group.num_replicas = num_replicas;
+    static const int32_t any = 0;  // there are offsets
+    if (has_src_offset) group.src_offset = {&any, IntType::kI32};
+    group.first_array = call.num_arrays;
+    for (const int64_t bytes : row_bytes) {
+      if (call.num_arrays == kernels::kMaxArrays) break;
+      call.arrays[call.num_arrays++].in_row_bytes = bytes;
+    }
+    group.num_arrays = call.num_arrays - group.first_array;
+  }
+  return kernels::AlignUp(kernels::LayOutChannel(&call));
+}
+
 // What both registries offer, under their names for one and for all.
 template <typename Registry>
 void BindDestruction(nb::module_& m, const char* one, const char* all) {
@@ -166,6 +195,10 @@ void BindBuffers(nb::module_& m) {
         "Returns the bytes of one rank. The shape: rows of all ranks, of one rank, and columns.");
   m.def("gemm_scratch_bytes", &ScratchBytes, arg("mnk"), arg("call"), nb::kw_only(),
         arg("has_scales"), "Returns the bytes of one rank on a GPU.");
+  m.def("channel_bytes", &ChannelBytes, arg("is_dispatch"), arg("has_network"), arg("num_ranks"),
+        arg("groups"),
+        "Returns the bytes of a channel in a slab. A group is (num_tokens, capacity, num_replicas, "
+        "has_src_offset, row bytes of each array).");
 }
 
 // ---- Python bindings of the planner: documents to pieces.

@@ -16,6 +16,7 @@
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
 #include "ffi/cuda/handlers.h"
+#include "ffi/cuda/nccl_window.h"
 #include "kernels/prepare.h"
 #include "kernels/small.h"
 #include "xla/ffi/api/ffi.h"
@@ -110,9 +111,14 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   const std::string& op = read.op;
   if (status.ok())
     status = FindRank(op, at.device, read.num_ranks, options.device_table, &location);
+  void* communicator = nullptr;
+  if (status.ok() && options.in_window()) {
+    status = AskForCommunicator(op, options, at.context, &communicator);
+  }
   if (!status.ok()) return status;
 
   kernels::Call call{};
+  call.first_rank = location.rank;
   call.num_local = location.on_one_device ? read.num_ranks : 1;
   call.rank_operand = location.on_one_device ? nullptr : rank_operand;
   int num_resident = 0;
@@ -124,7 +130,9 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   if (!status.ok()) return status;
   FindRemotes(options, location, &call);
   kernels::ChooseSmall(&call, num_resident);
-  const ChannelKey key = KeyOf(options, call, location.devices);
+  ChannelKey key = KeyOf(options, call, location.devices);
+  key.communicator = communicator;
+  call.program = kernels::ProgramWord(std::hash<std::string>{}(key.layout), options.site);
   std::shared_ptr<Channel> channel;
   ChannelShape shape;
   shape.bytes = kernels::LayOutChannel(&call);
@@ -133,7 +141,17 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
   shape.num_local = call.num_local;
   shape.num_groups = call.num_groups;
   shape.deadline = read.deadline;
-  status = ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), &channel);
+  shape.in_slab = options.in_slab();
+  if (options.in_window()) {
+    shape.rank = location.rank;
+    shape.window = [&](const SlabRequest& request, std::vector<char*>* memory) {
+      if (!at.executes) return RegisterWindow(request, call, communicator, memory);
+      return Status::Internal(op,
+                              ": XLA runs this call with another communicator than it has "
+                              "initialized it with. Compile the program again.");
+    };
+  }
+  status = ChannelRegistry::Get().Find(op, key, shape, &channel);
   if (!status.ok()) return status;
   ExchangePairs::Addresses arrays;
   char* held = nullptr;
@@ -147,11 +165,10 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
     }
   }
   if (!at.executes) return ExchangeStream::AwaitEnded(op, at.device, at.stream);
-  status = at.Meet(op, location, read.deadline);
+  // A program that has a communicator meets all devices once it is initialized.
+  if (!options.in_window()) status = at.Meet(op, location, read.deadline);
   if (!status.ok()) return status;
 
-  call.first_rank = location.rank;
-  call.program = kernels::ProgramWord(std::hash<std::string>{}(key.layout), options.site);
   std::copy(channel->memory().begin(), channel->memory().end(), call.symmetric);
   call.local = channel->local(location.rank).state;
   call.errors = channel->local(location.rank).errors_on_device;
@@ -174,9 +191,9 @@ Status Move(Direction direction, Part part, const CudaOptions& options, const St
 
 template <Direction kDirection, Part kPart, bool kExecute>
 ffi::Error MoveIn(int32_t device, cudaStream_t stream, CallBetweenGpus* state, ffi::RunId run,
-                  ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args,
-                  ffi::RemainingRets results, ffi::Dictionary attributes) {
-  const StageOnDevice at{kExecute, device, stream, &state->meeting, run.run_id};
+                  CallContext context, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32>,
+                  ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const StageOnDevice at{kExecute, device, stream, &state->meeting, run.run_id, context};
   return ToError(at.End(Caught([&] {
     CudaOptions options;
     const Status status = ReadOptions(attributes, &options);
@@ -217,17 +234,41 @@ auto BindDone() {
       .Attrs();
 }
 
+// Before XLA initializes a program with windows: they need the communicator of their ranks.
+ffi::Error Request(CallContext context, ffi::Dictionary attributes) {
+  return ToError(Caught([&] {
+    CudaOptions options;
+    DispatchCall read;
+    Status status = ReadOptions(attributes, &options);
+    if (status.ok()) status = ReadCudaAttributes(Direction::kDispatch, options.call, &read);
+    return status.ok() ? AskForCommunicator(read.op, options, context, nullptr) : status;
+  }));
+}
+
+auto BindRequest() {
+  return ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>().Ctx<CallContext>().Attrs();
+}
+
 // Exchanges are not recorded into command buffers: XLA would run a recording as one chain, without
 // any overlap.
 template <Direction kDirection, Part kPart>
 constexpr auto TargetOf =
     BetweenGpus<MoveIn<kDirection, kPart, false>, MoveIn<kDirection, kPart, true>>;
 
+template <Direction kDirection>
+Target InWindow(const char* name) {
+  Target target = TargetOf<kDirection, Part::kWhole>(name);
+  target.prepare = Handle<Request, BindRequest>;
+  return target;
+}
+
 }  // namespace
 
 std::vector<Target> CudaDispatchTargets() {
   return {TargetOf<Direction::kDispatch, Part::kWhole>("jax_cp_dispatch.dispatch"),
           TargetOf<Direction::kCombine, Part::kWhole>("jax_cp_dispatch.combine"),
+          InWindow<Direction::kDispatch>("jax_cp_dispatch.dispatch_window"),
+          InWindow<Direction::kCombine>("jax_cp_dispatch.combine_window"),
           TargetOf<Direction::kDispatch, Part::kStart>("jax_cp_dispatch.dispatch_start"),
           TargetOf<Direction::kCombine, Part::kStart>("jax_cp_dispatch.combine_start"),
           {"jax_cp_dispatch.exchange_done", Handle<Done<true>, BindDone<kExecute>>,

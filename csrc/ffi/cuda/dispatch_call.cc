@@ -32,6 +32,7 @@ Status ReadOptions(const ffi::Dictionary& attributes, CudaOptions* options) {
   AttributeReader reader(attributes);
   ReadOptions(&reader, &options->call);
   options->Read(&reader);
+  if (options->in_window()) reader.Read("partitions", &options->partitions);
   return reader.Finish();
 }
 

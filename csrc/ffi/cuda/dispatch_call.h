@@ -18,16 +18,18 @@ namespace cpd {
 // What all calls on GPUs have, in addition to those of the CPU.
 struct GpuOptions {
   Counts device_table;      // of all ranks, group by group; -1: one device holds all of them
-  std::string_view memory;  // "devices" of this process, or a "slab" per process
+  std::string_view memory;  // "devices" of this process, a "slab" per process, or a "window"
   int64_t site;             // the number of the call in its program
   int64_t num_comm_sm;      // multiprocessors that move rows; 0: all
 
   void Read(AttributeReader* attributes);
   bool in_slab() const { return memory == "slab"; }
+  bool in_window() const { return memory == "window"; }
 };
 
 struct CudaOptions : GpuOptions {
   DispatchOptions call;
+  Counts partitions;  // of a window: the numbers of the devices in the program
 };
 
 Status ReadOptions(const xla::ffi::Dictionary& attributes, CudaOptions* options);

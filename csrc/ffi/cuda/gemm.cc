@@ -96,19 +96,6 @@ OverlapProblem AsPrepared(OverlapProblem problem) {
   return problem;
 }
 
-// The steps of a call, recorded for all ranks.
-struct Schedule {
-  Schedule(const OverlapProblem& problem, std::shared_ptr<Arithmetic> arithmetic, int first_local,
-           int num_local)
-      : core(MakeCommOverlap(problem, std::move(arithmetic))),
-        team(problem.num_ranks(), core->num_signals(), first_local, num_local) {
-    for (int r = 0; r < problem.num_ranks(); ++r) core->Record(r, team.streams(r));
-  }
-
-  const std::unique_ptr<CommOverlap> core;
-  OverlapTeam team;
-};
-
 Status Overlap(const std::string& op, const CudaGemmOptions& options, const StageOnDevice& at,
                const int32_t* rank_operand, const RankLocation& location, CudaGemmCall call) {
   const int device = at.device;
@@ -133,11 +120,14 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
   const int64_t before_buffer = kernels::MeetingBytes(num_ranks, num_signals);
   const int64_t buffer_bytes = BufferBytes(problem);
   const ChannelShape shape{before_buffer + std::max<int64_t>(buffer_bytes, 1),
-                           kernels::AlignUp(sizeof(kernels::State)), num_local, 1,
-                           std::chrono::milliseconds(options.call.deadline_ms)};
+                           kernels::AlignUp(sizeof(kernels::State)),
+                           num_local,
+                           1,
+                           std::chrono::milliseconds(options.call.deadline_ms),
+                           options.in_slab()};
   const ChannelKey key = KeyOf(options, location, num_local, num_signals, buffer_bytes);
   std::shared_ptr<Channel> channel;
-  Status status = ChannelRegistry::Get().Find(op, key, shape, options.in_slab(), &channel);
+  Status status = ChannelRegistry::Get().Find(op, key, shape, &channel);
   const LanesKey of_lanes(device, num_local, options.gemm_priority, options.comm_priority);
   std::shared_ptr<Lanes> lanes;
   if (status.ok()) status = Lanes::Find(op, of_lanes, &lanes);
@@ -168,8 +158,9 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
     const auto kernels = KernelsOf(program, problem, location.rank, num_local, share.lt);
     Rehearsal rehearsal(arithmetic.get(), &scratch[0]);
     return rehearsal.Run(op, device, kernels, [&](cudaStream_t) {
-      Schedule schedule(AsPrepared(problem), arithmetic, location.rank, num_local);
-      return schedule.team.Enqueue(op, &rehearsal);
+      const auto core = MakeCommOverlap(AsPrepared(problem), arithmetic);
+      return OverlapTeam(core->Record(), core->num_signals(), location.rank, num_local)
+          .Enqueue(op, &rehearsal);
     });
   }
   // An error of an earlier call. Taken before the launch, after which this call may raise its own.
@@ -178,13 +169,14 @@ Status Overlap(const std::string& op, const CudaGemmOptions& options, const Stag
     if (meets) arithmetic->Check(LaunchBegin(meeting, stream), "launching the begin");
     arithmetic->Choose(stream, &scratch[0]);
     arithmetic->Prepare(&problem, location.rank, scratch);
-    Schedule schedule(problem, arithmetic, location.rank, num_local);
+    const auto core = MakeCommOverlap(problem, arithmetic);
+    OverlapTeam team(core->Record(), core->num_signals(), location.rank, num_local);
     {
       std::lock_guard<std::mutex> lock(lanes->mutex);
       OverlapQueues queues({op, device, location.group, location.rank, GpuSpans::Get().enabled()},
                            scratch, lanes.get(), arithmetic.get(), meets ? &meeting : nullptr);
       queues.Fork(stream);
-      status = schedule.team.Enqueue(op, &queues);
+      status = team.Enqueue(op, &queues);
       queues.Join(stream);
     }
     if (meets) EndMeeting(buffers[0], meeting.state, share.num_blocks, stream, *arithmetic);
@@ -217,9 +209,9 @@ Status Gemm(const StageOnDevice& at, const int32_t* rank, const ffi::RemainingAr
 
 template <bool kExecute>
 ffi::Error GemmIn(int32_t device, cudaStream_t stream, CallBetweenGpus* state, ffi::RunId run,
-                  ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32>, ffi::RemainingArgs args,
-                  ffi::RemainingRets results, ffi::Dictionary attributes) {
-  const StageOnDevice at{kExecute, device, stream, &state->meeting, run.run_id};
+                  CallContext context, ffi::BufferR0<ffi::S32> rank, ffi::BufferR0<ffi::S32>,
+                  ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Dictionary attributes) {
+  const StageOnDevice at{kExecute, device, stream, &state->meeting, run.run_id, context};
   return ToError(
       at.End(Caught([&] { return Gemm(at, rank.typed_data(), args, results, attributes); })));
 }

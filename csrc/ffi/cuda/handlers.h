@@ -16,6 +16,7 @@
 #include "cuda/memory.h"
 #include "ffi/common.h"
 #include "ffi/cuda/dispatch_call.h"
+#include "ffi/cuda/nccl_window.h"
 #include "gpu_schedule/first_meeting.h"
 #include "transport/transport.h"
 
@@ -41,7 +42,8 @@ auto BindOperands() {
       .template Ctx<xla::ffi::DeviceOrdinal>()
       .template Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
       .template Ctx<xla::ffi::State<CallBetweenGpus>>()
-      .template Ctx<xla::ffi::RunId>()                    // the same on all GPUs of one execution
+      .template Ctx<xla::ffi::RunId>()  // the same on all GPUs of one execution
+      .template Ctx<CallContext>()
       .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // rank: place on the axis, on the device
       .template Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // group
       .RemainingArgs()
@@ -60,7 +62,6 @@ Target BetweenGpus(const char* name) {
 std::vector<Target> CudaAttentionTargets();
 std::vector<Target> CudaDispatchTargets();
 std::vector<Target> CudaGemmTargets();
-std::vector<Target> NcclWindowTargets();
 
 // ---- The context of a custom call on a GPU: its device and its rank.
 
@@ -71,6 +72,7 @@ struct StageOnDevice {
   cudaStream_t stream;
   FirstMeeting* meeting;  // of this call
   int64_t run_id;
+  CallContext context;
 
   // Before a call is enqueued: the other GPUs of this process that take part have initialized the
   // program.

@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iomanip>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -96,71 +94,40 @@ void BindIpc(nb::module_& m) {
   m.def(
       "make_slab",
       [](int device, int64_t bytes) {
-        uint64_t address = 0;
+        char* memory = nullptr;
         std::string handle;
-        Check(MakeIpcSlab(device, bytes, &address, &handle));
-        return nb::make_tuple(address, nb::bytes(handle.data(), handle.size()));
+        Check(MakeIpcSlab(device, bytes, &memory, &handle));
+        return nb::make_tuple(reinterpret_cast<uint64_t>(memory), handle);
       },
       arg("device"), arg("bytes"),
       "Allocates zeros; returns (address, handle for the other processes).");
   m.def(
       "open_slab",
-      [](int device, nb::bytes handle) {
-        uint64_t address = 0;
-        Check(OpenIpcSlab(device, std::string(handle.c_str(), handle.size()), &address));
-        return address;
+      [](int device, const std::string& handle) {
+        char* memory = nullptr;
+        Check(OpenIpcSlab(device, handle, &memory));
+        return reinterpret_cast<uint64_t>(memory);
       },
       arg("device"), arg("handle"), "Returns the address of another process's slab in this one.");
   m.def(
-      "close_slab", [](int device, uint64_t address) { Check(CloseIpcSlab(device, address)); },
-      arg("device"), arg("address"), "Undoes open_slab.");
+      "end_slab",
+      [](int device, uint64_t address, bool is_own) {
+        Check(EndIpcSlab(device, reinterpret_cast<char*>(address), is_own));
+      },
+      arg("device"), arg("address"), nb::kw_only(), arg("is_own"),
+      "Undoes open_slab; or, after others have done so, make_slab.");
   m.def(
-      "free_slab", [](int device, uint64_t address) { Check(FreeIpcSlab(device, address)); },
-      arg("device"), arg("address"), "Undoes make_slab, after others have closed the slab.");
-}
-
-// As words of a message.
-std::string ToHex(const std::string& bytes) {
-  std::ostringstream text;
-  text << std::hex << std::setfill('0');
-  for (const char byte : bytes) text << std::setw(2) << int{static_cast<uint8_t>(byte)};
-  return text.str();
-}
-
-std::string FromHex(const std::string& text) {
-  std::string bytes;
-  for (size_t i = 0; i + 1 < text.size(); i += 2) {
-    bytes.push_back(static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16)));
-  }
-  return bytes;
-}
-
-// Of one group; see channel_bytes.
-using GroupSizes = std::tuple<int64_t, int64_t, int64_t, bool, std::vector<int64_t>>;
-
-int64_t ChannelBytes(bool is_dispatch, bool has_network, int num_ranks,
-                     const std::vector<GroupSizes>& groups) {
-  kernels::Call call{};
-  call.is_dispatch = is_dispatch;
-  call.has_network = has_network;
-  call.num_ranks = num_ranks;
-  call.num_local = 1;
-  for (const auto& [num_tokens, capacity, num_replicas, has_src_offset, row_bytes] : groups) {
-    if (call.num_groups == kernels::kMaxOperandGroups) break;
-    kernels::OperandGroup& group = call.groups[call.num_groups++];
-    group.num_tokens = num_tokens;
-    group.capacity = capacity;
-    group.num_replicas = num_replicas;
-    static const int32_t any = 0;  // there are offsets
-    if (has_src_offset) group.src_offset = {&any, IntType::kI32};
-    group.first_array = call.num_arrays;
-    for (const int64_t bytes : row_bytes) {
-      if (call.num_arrays == kernels::kMaxArrays) break;
-      call.arrays[call.num_arrays++].in_row_bytes = bytes;
-    }
-    group.num_arrays = call.num_arrays - group.first_array;
-  }
-  return kernels::AlignUp(kernels::LayOutChannel(&call));
+      "let_slab_grow",
+      [](int device) {
+        Slab::Get().SetGrowth({[device](int64_t bytes, char** memory, std::string* handle) {
+                                 return MakeIpcSlab(device, bytes, memory, handle);
+                               },
+                               [device](const std::string& handle, char** memory) {
+                                 return OpenIpcSlab(device, handle, memory);
+                               }});
+      },
+      arg("device"),
+      "Lets this process share more memory through CUDA IPC, when its slab is full.");
 }
 
 void BindMemory(nb::module_& m) {
@@ -176,32 +143,6 @@ void BindMemory(nb::module_& m) {
       },
       arg("bases"), arg("bytes"), arg("memory_groups"), arg("process"),
       "Sets the slabs of all processes; those of one group map each other's memory.");
-  m.def(
-      "let_slab_grow",
-      [](int device) {
-        Slab::Get().SetGrowth({[device](int64_t bytes, char** memory, std::string* handle) {
-                                 uint64_t address = 0;
-                                 const DeviceScope restore;
-                                 const Status status = MakeIpcSlab(device, bytes, &address, handle);
-                                 *memory = reinterpret_cast<char*>(address);
-                                 *handle = ToHex(*handle);
-                                 return status;
-                               },
-                               [device](const std::string& handle, char** memory) {
-                                 uint64_t address = 0;
-                                 const DeviceScope restore;
-                                 const Status status =
-                                     OpenIpcSlab(device, FromHex(handle), &address);
-                                 *memory = reinterpret_cast<char*>(address);
-                                 return status;
-                               }});
-      },
-      arg("device"),
-      "Lets this process share more memory through CUDA IPC, when its slab is full.");
-  m.def("channel_bytes", &ChannelBytes, arg("is_dispatch"), arg("has_network"), arg("num_ranks"),
-        arg("groups"),
-        "Returns the bytes of a channel in a slab. A group is (num_tokens, capacity, num_replicas, "
-        "has_src_offset, row bytes of each array).");
   m.def(
       "set_agree", [](nb::object agree) { Slab::Get().SetAgree(AgreeBy(std::move(agree))); },
       arg("agree"),
@@ -260,8 +201,8 @@ nb::tuple Versions() {
 NB_MODULE(_cuda, m) {
   using cpd::ChannelRegistry;
   m.doc() = "XLA FFI handlers on GPUs, and the memory in which their ranks meet.";
-  cpd::BindTargets(m, {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(),
-                       cpd::CudaGemmTargets(), cpd::NcclWindowTargets()});
+  cpd::BindTargets(
+      m, {cpd::CudaAttentionTargets(), cpd::CudaDispatchTargets(), cpd::CudaGemmTargets()});
   cpd::BindSpans<cpd::GpuSpans>(m);
   m.def("device_count", &cpd::DeviceCount, "Returns (number of GPUs, why there are none).");
   m.def("attention_memory", &cpd::BlockMemory,
@@ -269,9 +210,7 @@ NB_MODULE(_cuda, m) {
   m.def("why_no_kernels", &cpd::WhyNoKernels, nb::arg("device"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Returns why a GPU cannot run the package's kernels; '': it can.");
-  m.def(
-      "why_no_nccl", [] { return cpd::window::Nccl::Get().why_not; },
-      "Returns why windows of NCCL cannot be used, or ''.");
+  m.def("why_no_nccl", &cpd::WhyNoNccl, "Returns why windows of NCCL cannot be used, or ''.");
   m.def("versions", &cpd::Versions, "CUDA (of the driver, of the runtime): 13000 is 13.0.");
   m.def("set_process", [](int64_t process, std::vector<int64_t> ordinals) {
     ChannelRegistry::Get().SetProcess(process, std::move(ordinals));
@@ -281,14 +220,7 @@ NB_MODULE(_cuda, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def("restore_buffer", [](int64_t id) { ChannelRegistry::Get().Restore(id); });
   m.def(
-      "take_errors",
-      [] {
-        std::vector<std::string> errors = ChannelRegistry::Get().TakeErrors();
-        for (std::string& error : cpd::window::Channels::Get().TakeErrors()) {
-          errors.push_back(std::move(error));
-        }
-        return errors;
-      },
+      "take_errors", [] { return ChannelRegistry::Get().TakeErrors(); },
       "Returns the errors that no call has reported yet.");
   m.def(
       "waiting_ranks",
