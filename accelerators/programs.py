@@ -18,6 +18,7 @@ from programs_of_attention import (
     merge_partials,
     on_three_axes,
     on_two_levels,
+    picked_blocks,
     ring_of_trees,
     selected_attention,
 )
@@ -197,6 +198,7 @@ PROGRAMS: dict[str, Callable[[Shapes], Program]] = {
     "halo": functools.partial(attention, algorithm="halo", mask=masks.SlidingWindow(512)),
     "ring, ranges of queries": ring_of_trees,
     "selected attention": selected_attention,
+    "selected attention, blocks": picked_blocks,
     "balanced, planned inside": functools.partial(attention, algorithm="balanced"),
     "balanced, planned before": balanced_with_a_plan,
     "local_attention": local_attention,

@@ -79,6 +79,21 @@ def selected_attention(shapes: Shapes) -> Program:
     return Program(run, arrays, tuple(range(len(arrays))))
 
 
+def picked_blocks(shapes: Shapes) -> Program:
+    """MiniMax-M3 with 8 heads: picks of blocks, and attention over them."""
+    documents = shapes.placement.documents
+    where: dict[str, Any] = {"algorithm": "placed", "documents": documents, **shapes.on_axis}
+
+    def run(q, k, v, q_index, k_index):
+        options = {"num_keys": 16, "block": 128, "relu": False}
+        picks = selected.select_keys(q_index, k_index, **options, **where)
+        mask = masks.Selected(picks, block=128, order=documents.order)
+        return cpd.context_parallel_attention(q, k, v, mask=mask, **where)
+
+    of_index = (shapes.tokens(KV_HEADS, 1, 128), shapes.tokens(KV_HEADS, 128))
+    return Program(run, (*shapes.qkv, *of_index), (0, 1, 2))
+
+
 def balanced_plan(shapes: Shapes) -> cpd.Plan:
     return cpd.plan_attention(lengths=shapes.lengths, world_size=shapes.num_ranks)
 

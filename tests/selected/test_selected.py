@@ -5,6 +5,7 @@ the contract asks of the same functions.
 """
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -240,10 +241,14 @@ OF_ATTENTION = [
     Case("balanced", 4, dtype="bfloat16"),
     Case("halo", 4, groups=2, options={"block": 4}, num_keys=2, within=Chunked(13)),
     Case("halo", 4, "zigzag", groups=4, of_attention=SOFTMAX),
-    Case("placed", 4, "placed", groups=2, options={"block": 8}, num_keys=2),
+    Case("placed", 4, "placed", groups=2, options={"block": 16, "local": False}, num_keys=1),
+    # Blocks of the union of a tile's queries, more than a step reads at once.
+    Case("local", 1, longest=300, tokens=320, num_keys=4, options={"block": 16},
+         of_attention=SOFTMAX),
     Case("placed", 4, "placed", SlidingWindow(9), of_attention={"value_size": 4}),
-    Case("balanced", 4, within="full", of_attention={"value_size": 4, "implementation": "xla"}),
-]
+    Case("balanced", 4, within="full", of_attention={"value_size": 4, "implementation": "xla"},
+         options={"block": 16}, num_keys=1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OF_ATTENTION, ids=str)
@@ -319,6 +324,24 @@ def test_recorded_picks_replay():
         for mask in (Selected(picks, order=documents.order), recorded)
     )
     np.testing.assert_array_equal(once, again)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_gradients_of_keys_are_sums_in_a_fixed_order(block):
+    """A scatter adds to distinct rows: on GPUs it has no order. So there is no other one."""
+    shape = lambda *s: jax.ShapeDtypeStruct((1, 64, *s), jnp.float32)
+
+    def attended(q, k, v, picks):
+        mask = Selected(picks, block=block)
+        return cp.local_attention(q, k, v, mask=mask)[0].sum()
+
+    picks = jax.ShapeDtypeStruct((1, 64, 3), jnp.int32)
+    arrays = shape(4, 6), shape(2, 6), shape(2, 5)
+    lowered = jax.jit(jax.grad(attended, (0, 1, 2))).lower(*arrays, picks).as_text()
+    scatter = r'"stablehlo.scatter"\(.*?unique_indices = (true|false).*?-> tensor<(.*?)>'
+    sums = re.findall(scatter, lowered, re.DOTALL)
+    of_rows = [is_unique for is_unique, of in sums if of.endswith("f32")]
+    assert of_rows == ["true"] * (2 if block == 1 else 0)
 
 
 # ---- Memory.

@@ -326,7 +326,7 @@ def _picked_tokens(packed: Documents, picks: Array, num_keys: int) -> PickedRows
     first, start, end = (
         x[:, num_keys - T :] for x in (documents.k_start, shown.k_start, shown.k_end)
     )
-    place = jnp.arange(num_keys - T, num_keys, dtype=jnp.int32) - first
+    place = jnp.arange(num_keys - T, num_keys, dtype=jnp.int32)[None] - first
     return PickedRows(picks, DocumentRows(start, end, first, place))
 
 

@@ -1,9 +1,11 @@
 """Attention of local queries over the keys that each has picked: its two passes.
 
-Queries are computed in chunks. The picked rows of a chunk are gathered, `[chunk, heads, keys, H]`,
-so both passes are matrix products per query, and memory grows with the tokens alone. The backward
-pass gathers them again, and adds the gradients of the gathered rows to those of the keys, chunk
-after chunk. A row of zeros behind the keys stands for what a query does not see.
+Queries are computed in chunks, in one of two ways. If picks are tokens or small blocks, each query
+gathers its own rows, `[chunk, matrices, keys, H]`, and products are per query. If they are larger
+blocks, the queries of a chunk read the union of their blocks, a few at a time, and each sees those
+that it has picked. So memory grows with the tokens alone. The backward pass reads the rows again,
+and adds the gradients of keys, chunk after chunk, to distinct rows at a time: in a fixed order on
+all platforms.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from jax_cp_dispatch.attention.local.passes import add_sink, local_pass
 from jax_cp_dispatch.attention.local.ranges import PassOptions, SoftmaxGradients, soft_capped
 from jax_cp_dispatch.masks import Selected
 
-# Elements of the rows that a chunk gathers: 4 MB of float32, which a core's caches hold.
-_GATHERED = 2**20
+# Elements of the rows that a chunk of queries gathers: 1 MB of float32, as a core's cache.
+_GATHERED = 2**18
+# Queries read a union of blocks of so many tokens or more: their rows of heads, and keys of a step.
+_SHARED, _TILE_ROWS, _STEP = 16, 512, 256
+_NOWHERE = np.iinfo(np.int32).max
 
 
 class DocumentRows(NamedTuple):
@@ -94,103 +99,205 @@ def picked_rows(
     return row, is_seen
 
 
-class _Table(NamedTuple):
-    """Rows of all matrices of keys, one after another, each with a row of zeros at its end."""
+class _Queries(NamedTuple):
+    """The queries of a chunk.
 
-    rows: Array  # [matrices * (S + 1), F]
-    num_keys: int
+    Attributes:
+      picks: of all groups, or of one.
+      rows: of their documents, `[C]`, among the rows of all batch rows.
+      head: the first KV head that they read.
+    """
 
-    @classmethod
-    def of(cls, x) -> _Table:
-        b, S, K, F = x.shape
-        x = jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, 1), (0, 0)))
-        return cls(x.reshape(b * K * (S + 1), F), S)
+    picks: Int32[Array, "C picks"]
+    rows: DocumentRows
+    head: Int32[Array, ""]
 
-    def gradients(self, rows, shape):
-        """Returns gradients `[b, S, K, F]` of the arrays, from those of the rows of the table."""
-        b, _, K, _ = shape
-        rows = rows.reshape(b, K, self.num_keys + 1, -1)[:, :, :-1]
-        return jnp.swapaxes(rows, 1, 2)
+
+class _Alone(NamedTuple):
+    """Each query reads its own picks: products of `[C, M, ...]`.
+
+    Tables are `[b * S * K, F]`. Gradients are added query after query, because only the keys of
+    one query are distinct, and GPUs add to equal rows in no fixed order.
+    """
+
+    num_groups: int  # of picks
+    num_heads: int  # of keys; M is the larger of both
+    block: int
+
+    @property
+    def num_matrices(self) -> int:
+        return max(self.num_groups, self.num_heads)
+
+    def table(self, x):
+        return x.reshape(-1, x.shape[3])
+
+    def by_matrix(self, x):
+        """Returns rows of heads, `[C, N, F]`, by the matrix that they read: `[C, M, N / M, F]`."""
+        return x.reshape(x.shape[0], self.num_matrices, -1, x.shape[2])
+
+    def by_head(self, x, size: int):
+        """The inverse."""
+        return x.reshape(size, -1, x.shape[-1])
+
+    def each(self, queries: _Queries, num_rows: int, step, carry):
+        """Returns `step(place, is_seen, carry)` of all keys: `is_seen` is `[C, M, keys, 1]`."""
+        picks = queries.picks.reshape(len(queries.picks), self.num_groups, -1)
+        of_groups = DocumentRows(*(x[:, None] for x in queries.rows))
+        row, is_seen = picked_rows(picks, of_groups, self.block)
+        head = np.arange(self.num_matrices, dtype=np.int32) * self.num_heads // self.num_matrices
+        place = row * self.num_heads + head[None, :, None]
+        place = jnp.where(is_seen, place, num_rows).astype(jnp.uint32)  # that row does not exist
+        return step(place, jnp.broadcast_to(is_seen, place.shape)[..., None], carry)
+
+    def take(self, table, place):
+        return table.at[place].get(mode="clip")
+
+    def add(self, table, place, found):
+        """Adds rows `[C, M, keys, F]` of gradients to those of a table."""
+        one = lambda to, x: (to.at[x[0]].add(x[1], mode="drop", unique_indices=True), None)
+        flat = lambda x: x.reshape(-1, *x.shape[2:])
+        return lax.scan(one, table, (flat(place), flat(found)))[0]
+
+
+class _Together(NamedTuple):
+    """Queries of a group read the union of their blocks: products of `[M, ...]`, for M KV heads.
+
+    Tables are `[b * S, K, F]`. Gradients are added block after block.
+    """
+
+    num_matrices: int
+    block: int
+
+    def table(self, x):
+        return x.reshape(-1, *x.shape[2:])
+
+    def by_matrix(self, x):
+        """Returns rows of heads, `[C, N, F]`, by the matrix that they read: `[M, C * N / M, F]`."""
+        x = x.reshape(x.shape[0], self.num_matrices, -1, x.shape[2])
+        return jnp.swapaxes(x, 0, 1).reshape(self.num_matrices, -1, x.shape[3])
+
+    def by_head(self, x, size: int):
+        """The inverse."""
+        x = x.reshape(self.num_matrices, size, -1, x.shape[-1])
+        return jnp.swapaxes(x, 0, 1).reshape(size, -1, x.shape[-1])
+
+    def each(self, queries: _Queries, num_rows: int, step, carry):
+        """Returns `step(place, is_seen, carry)` of some blocks after others.
+
+        `is_seen` is `[1, keys, C]`; a place is the first row of each block, and the first head.
+        """
+        (start, end, origin, _), picks = queries.rows, queries.picks
+        size, of_step = min(self.block, num_rows), _STEP // self.block or 1
+        first = origin[:, None] + picks * self.block
+        first = jnp.where((picks >= 0) & (start < end)[:, None], first, _NOWHERE)
+        union = lax.sort(first.reshape(-1))
+        is_new = jnp.pad(union[1:] != union[:-1], (1, 0), constant_values=True)
+        union = lax.sort(jnp.where(is_new, union, _NOWHERE))
+        count = jnp.sum(union < _NOWHERE, dtype=jnp.int32)
+        union = jnp.pad(union, (0, -len(union) % of_step), constant_values=_NOWHERE)
+
+        def some_blocks(i, carry):
+            block = lax.dynamic_slice_in_dim(union, i * of_step, of_step)[:, None, None]
+            # A block at the end of the table, or before its start, is read with rows beside it.
+            place = jnp.clip(block, 0, num_rows - size)
+            row = place + np.arange(size, dtype=np.int32)[None, :, None]
+            is_seen = (block == first[None]).any(-1)[:, None]
+            is_seen &= (start[None, None] <= row) & (row < end[None, None])
+            is_seen &= (block <= row) & (row - block < self.block)
+            place = place.reshape(-1), queries.head
+            return step(place, is_seen.reshape(1, -1, len(start)), carry)
+
+        return lax.fori_loop(0, -(-count // of_step), some_blocks, carry)
+
+    def take(self, table, place):
+        blocks, head = place
+        sizes = min(self.block, len(table)), self.num_matrices, table.shape[2]
+        rows = [lax.dynamic_slice(table, (x, head, 0), sizes) for x in blocks]
+        return jnp.swapaxes(jnp.concatenate(rows), 0, 1)
+
+    def add(self, table, place, found):
+        blocks, head = place
+        found = jnp.swapaxes(found, 0, 1)
+        for x, y in zip(blocks, jnp.split(found, len(blocks)), strict=True):
+            y = y + lax.dynamic_slice(table, (x, head, 0), y.shape)
+            table = lax.dynamic_update_slice(table, y, (x, head, 0))
+        return table
 
 
 class _Chunks(NamedTuple):
-    """The queries in chunks, with their picks.
+    """The queries in chunks.
 
     Attributes:
-      picks: `[chunks, C, G, k]`.
-      rows: `DocumentRows` of each, `[chunks, C]`.
-      first: the first row in the table of each query's batch row, `[chunks, C]`.
+      reads: how a chunk reads keys.
       num_rows: b and R.
-      matrices: of keys in a batch row, K.
-      block: tokens of a pick.
+      apart: the groups whose queries are in chunks of their own; or 1.
+      size: queries of a chunk, C.
     """
 
-    picks: Array
-    rows: DocumentRows
-    first: Array
+    reads: _Alone | _Together
     num_rows: tuple[int, int]
-    matrices: int
-    block: int
+    apart: int
+    size: int
 
     @classmethod
-    def of(cls, options: PassOptions, shape, keys, picked: PickedRows) -> _Chunks:
-        picks, (b, R, *_), K = picked.picks, shape, keys[0].shape[2]
-        G = picks.shape[2]
-        held = max(G, K) * picks.shape[3] * options.pick_block * sum(x.shape[3] for x in keys)
+    def of(cls, options: PassOptions, q, keys, picks) -> _Chunks:
+        (b, R, N, _), K, (_, _, G, k) = q.shape, keys[0].shape[2], picks.shape
+        block, apart = options.pick_block, 1
+        if block >= _SHARED:
+            reads, apart = _Together(max(1, K // G), block), G
+            size = max(8, _TILE_ROWS // (N // G))
+        else:
+            reads = _Alone(G, K, block)
+            held = max(G, K) * k * block * sum(x.shape[3] for x in keys)
+            size = max(1, _GATHERED // max(1, held))
         # A power of two divides the rows of most calls, which then need no padding.
-        size = min(b * R, 1 << (max(1, _GATHERED // max(1, held)).bit_length() - 1))
-        first = jnp.arange(b, dtype=jnp.int32) * (K * (keys[0].shape[1] + 1))
-        first = jnp.broadcast_to(first[:, None], (b, R))
-        cut = lambda x: in_chunks(x.reshape(-1, *x.shape[2:]), size)
-        picks, rows, first = jax.tree.map(cut, (*picked, first))
-        return cls(picks, rows, first, (b, R), K, options.pick_block)
+        return cls(reads, (b, R), apart, min(b * R, 1 << (size.bit_length() - 1)))
+
+    def queries(self, picked: PickedRows, S: int, K: int) -> _Queries:
+        """Returns those of each chunk."""
+        b, R = self.num_rows
+        before = jnp.arange(b, dtype=jnp.int32)[:, None] * S
+        start, end, origin, position = picked.rows
+        rows = DocumentRows(start + before, end + before, origin + before, position)
+        of_chunks = lambda x: jnp.repeat(in_chunks(x.reshape(-1), self.size), self.apart, axis=0)
+        rows = jax.tree.map(of_chunks, rows)
+        head = jnp.arange(len(rows.start), dtype=jnp.int32) % self.apart * K // self.apart
+        if self.apart == 1:
+            picks = in_chunks(picked.picks.reshape(b * R, -1), self.size)
+        else:
+            picks = self.cut(picked.picks)[:, :, 0]
+        return _Queries(picks, rows, head)
 
     def cut(self, x):
-        """Returns arrays `[b, R, ...]` in chunks, and padding after the last query."""
-        return in_chunks(x.reshape(-1, *x.shape[2:]), self.first.shape[1])
+        """Returns arrays `[b, R, N, F]` in chunks, `[chunks, C, heads, F]`."""
+        _, _, apart, size = self
+        if apart == 1:  # XLA would copy what this transpose leaves as it is
+            return in_chunks(x.reshape(-1, *x.shape[2:]), size)
+        x = in_chunks(x.reshape(-1, apart, x.shape[2] // apart, x.shape[3]), size)
+        return jnp.swapaxes(x, 1, 2).reshape(-1, size, *x.shape[3:])
 
     def whole(self, x):
-        """The inverse: `[b, R, ...]`."""
-        b, R = self.num_rows
-        return x.reshape(-1, *x.shape[2:])[: b * R].reshape(b, R, *x.shape[2:])
-
-
-class _Chunk(NamedTuple):
-    picks: Array  # [C, G, k]
-    rows: DocumentRows  # [C]
-    first: Array  # [C]
-
-    def places(self, num_keys: int, matrices: int, block: int) -> tuple[Array, Array]:
-        """Returns the rows in the table of picked keys `[C, M, keys]`, and which are seen.
-
-        M is the larger of the groups of picks and of the KV heads.
-        """
-        of_groups = DocumentRows(*(x[:, None] for x in self.rows))
-        row, is_seen = picked_rows(self.picks, of_groups, block)
-        num_matrices = max(row.shape[1], matrices)
-        matrix = np.arange(num_matrices, dtype=np.int32) // (num_matrices // matrices)
-        row = jnp.where(is_seen, row, num_keys) + (matrix * (num_keys + 1))[None, :, None]
-        is_seen = jnp.broadcast_to(is_seen, row.shape)
-        return row + self.first[:, None, None], is_seen
+        """The inverse."""
+        _, (b, R), apart, size = self
+        if apart > 1:
+            x = jnp.swapaxes(x.reshape(-1, apart, size, *x.shape[2:]), 1, 2)
+        return x.reshape(-1, *x.shape[-2:])[: b * R * apart].reshape(b, R, -1, x.shape[-1])
 
 
 def _product(x, y, contract):
-    """Multiplies per query and matrix, arrays `[C, M, ...]`; `contract`: axis of x, axis of y."""
-    dimensions = ((contract[:1], contract[1:]), ((0, 1), (0, 1)))
+    """Multiplies matrices, arrays `[..., rows, columns]`; `contract`: axis of x, axis of y."""
+    lead = tuple(range(x.ndim - 2))
+    x_axis, y_axis = (len(lead) + axis for axis in contract)
+    dimensions = (((x_axis,), (y_axis,)), (lead, lead))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST)
 
 
-def _gathered(options: PassOptions, tables, chunk: _Chunk, matrices: int, dtype):
-    """Returns the places of a chunk's keys, which are seen, and their keys and values."""
-    place, is_seen = chunk.places(tables[0].num_keys, matrices, options.pick_block)
-    take = lambda x: x.rows.at[place].get(mode="promise_in_bounds").astype(dtype)
-    k, *v = map(take, tables)
-    return place, is_seen, k, (v[0] if v else k[..., : options.value_size])
-
-
-def _grouped(x, num_matrices: int):
-    """Returns rows `[C, N, F]` by the matrix of keys that each head reads, `[C, M, N / M, F]`."""
-    return x.reshape(x.shape[0], num_matrices, -1, x.shape[-1])
+def _read(reads, tables, place, is_seen, like):
+    """Returns keys and values of a step, `[..., keys, F]`, and which are seen, by rows of heads."""
+    used = is_seen.any(-1, keepdims=True)
+    k, *v = (jnp.where(used, reads.take(x, place), 0).astype(like.dtype) for x in tables)
+    is_seen = jnp.repeat(is_seen, like.shape[-2] // is_seen.shape[-1], axis=-1)
+    return k, v[0] if v else k, is_seen
 
 
 def _shapes(options: PassOptions, q, keys, *_):
@@ -215,29 +322,40 @@ def picked_attention(options: PassOptions, q, keys, picked: PickedRows, sink):
       picked: what each query has picked.
       sink: `[b, N]`, or None.
     """
-    dtype, tables = sum_dtype(q.dtype), [_Table.of(x) for x in keys]
-    chunks = _Chunks.of(options, q.shape, keys, picked)
-    num_matrices = max(chunks.picks.shape[2], chunks.matrices)
+    dtype, chunks = sum_dtype(q.dtype), _Chunks.of(options, q, keys, picked.picks)
+    reads, queries = chunks.reads, chunks.queries(picked, *keys[0].shape[1:3])
+    tables = [reads.table(x) for x in keys]
 
     def one(_, of_chunk):
-        q, *chunk = of_chunk
-        _, is_seen, k, v = _gathered(options, tables, _Chunk(*chunk), chunks.matrices, dtype)
-        q = options.scale * _grouped(q.astype(dtype), num_matrices)
-        logits, _ = soft_capped(options.logit_soft_cap, _product(q, k, (3, 3)))
-        logits = jnp.where(is_seen[:, :, None], logits, -jnp.inf)
-        peak = jnp.max(logits, axis=3, initial=-jnp.inf)
-        # A finite peak keeps exp(-inf - peak) = 0 for queries without keys.
-        p = jnp.exp(logits - jnp.where(peak > -jnp.inf, peak, 0)[..., None])
-        total = jnp.sum(p, axis=3)
-        acc = _product(p, v, (3, 2)) / jnp.where(total == 0, 1, total)[..., None]
-        lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(total))
-        by_head = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
-        return None, tuple(map(by_head, (acc, lse, peak)))
+        q, queries = of_chunk
+        num = len(q)
+        q = options.scale * reads.by_matrix(q.astype(dtype))
 
-    cut = chunks.cut(q), *chunks[:3]
-    _, (out, lse, peak) = lax.scan(one, None, cut)
-    out, lse, peak = map(chunks.whole, (out, lse, peak))
-    lse, peak = (jnp.swapaxes(x, 1, 2) for x in (lse, peak))
+        def step(place, is_seen, softmax):
+            peak, total, acc = softmax
+            k, v, is_seen = _read(reads, tables, place, is_seen, q)
+            logits, _ = soft_capped(options.logit_soft_cap, _product(k, q, (1, 1)))
+            logits = jnp.where(is_seen, logits, -jnp.inf)
+            higher = jnp.maximum(peak, jnp.max(logits, axis=-2))
+            p = jnp.exp(logits - higher[..., None, :])
+            keep = jnp.exp(peak - higher)
+            acc = acc * keep[..., None] + _product(p, v, (0, 0))
+            return higher, total * keep + jnp.sum(p, axis=-2), acc
+
+        # A finite first peak keeps exp(-inf - peak) = 0 for queries without keys.
+        peak = jnp.full_like(q[..., 0], jnp.finfo(dtype).min)
+        acc = jnp.zeros((*peak.shape, keys[-1].shape[3]), dtype)
+        nothing = vary_alike((peak, jnp.zeros_like(peak), acc), like=q)
+        peak, total, acc = reads.each(queries, len(tables[0]), step, nothing)
+        acc = acc[..., : options.value_size or None] / jnp.where(total == 0, 1, total)[..., None]
+        lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(total))
+        peak = jnp.where(total == 0, -jnp.inf, peak)
+        by_head = lambda x: reads.by_head(x, num)
+        return None, (by_head(acc), by_head(lse[..., None]), by_head(peak[..., None]))
+
+    _, found = lax.scan(one, None, (chunks.cut(q), queries))
+    out, lse, peak = map(chunks.whole, found)
+    lse, peak = (jnp.swapaxes(x[..., 0], 1, 2) for x in (lse, peak))
     out, lse = add_sink(out, lse, sink)
     return out.astype(options.out_dtype), lse, *([peak] if options.return_max_logits else [])
 
@@ -253,37 +371,46 @@ def picked_attention(options: PassOptions, q, keys, picked: PickedRows, sink):
 def picked_gradients(options: PassOptions, q, keys, picked: PickedRows, whole: SoftmaxGradients):
     """Returns dq, and the gradients of the keys, in `options.gradient_dtypes`."""
     out, lse, dout, dlse = whole
-    dtype, tables = sum_dtype(q.dtype), [_Table.of(x) for x in keys]
-    chunks = _Chunks.of(options, q.shape, keys, picked)
-    num_matrices = max(chunks.picks.shape[2], chunks.matrices)
+    dtype, chunks = sum_dtype(q.dtype), _Chunks.of(options, q, keys, picked.picks)
+    reads, queries = chunks.reads, chunks.queries(picked, *keys[0].shape[1:3])
+    tables = [reads.table(x) for x in keys]
     lse, dlse = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[..., None], (lse, dlse))
 
     def one(gradients, of_chunk):
-        arrays, *chunk = of_chunk
-        place, is_seen, k, v = _gathered(options, tables, _Chunk(*chunk), chunks.matrices, dtype)
-        used = (chunk[1].start < chunk[1].end)[:, None, None]
+        arrays, queries = of_chunk
+        used = (queries.rows.start < queries.rows.end)[:, None, None]
+        num = len(used)
         arrays = jax.tree.map(lambda x: jnp.where(used, x, 0).astype(dtype), arrays)
-        q, out, lse, dout, dlse = jax.tree.map(lambda x: _grouped(x, num_matrices), arrays)
+        q, out, lse, dout, dlse = jax.tree.map(reads.by_matrix, arrays)
         delta = jnp.sum(dout * out, axis=-1, keepdims=True)
         delta = delta if dlse is None else delta - dlse
-        q = options.scale * q
-        logits, slope = soft_capped(options.logit_soft_cap, _product(q, k, (3, 3)))
-        # An lse of -inf is that of a query without keys, none of which is seen.
-        p = jnp.exp(jnp.where(is_seen[:, :, None], logits - lse, -jnp.inf))
-        ds = p * (_product(dout, v, (3, 3)) - delta) * slope
-        dq = options.scale * _product(ds, k, (3, 2))
-        dk, dv = _product(ds, q, (2, 2)), _product(p, dout, (2, 2))
-        found = [dk, dv]
-        if len(tables) == 1:
-            found = [jnp.concatenate([dk[..., : v.shape[3]] + dv, dk[..., v.shape[3] :]], -1)]
-        # On CPU the rows of a scatter are added one after another; on GPUs in no fixed order.
-        add = lambda x, y: x.at[place].add(y, mode="promise_in_bounds")
-        gradients = tuple(map(add, gradients, found))
-        return gradients, dq.reshape(dq.shape[0], -1, dq.shape[3])
+        lse, delta = (jnp.swapaxes(x, -1, -2) for x in (lse, delta))
+        # Features of keys that are no values have cotangents of zero.
+        more = keys[-1].shape[3] - dout.shape[-1]
+        q, dout = options.scale * q, jnp.pad(dout, (*((0, 0),) * (dout.ndim - 1), (0, more)))
 
-    zeros = vary_alike(tuple(jnp.zeros(x.rows.shape, dtype) for x in tables), like=q)
-    cut = jax.tree.map(chunks.cut, (q, out, lse, dout, dlse)), *chunks[:3]
+        def step(place, is_seen, carry):
+            dq, gradients = carry
+            k, v, is_seen = _read(reads, tables, place, is_seen, q)
+            logits, slope = soft_capped(options.logit_soft_cap, _product(k, q, (1, 1)))
+            # An lse of -inf is that of a query without keys, none of which is seen.
+            p = jnp.exp(jnp.where(is_seen, logits - lse, -jnp.inf))
+            ds = p * (_product(v, dout, (1, 1)) - delta) * slope
+            dq = dq + options.scale * _product(ds, k, (0, 0))
+            if len(tables) == 1:  # the values are in the keys: one product
+                of_rows = jnp.concatenate([q, dout], axis=-2)
+                found = [_product(jnp.concatenate([ds, p], axis=-1), of_rows, (1, 0))]
+            else:
+                found = [_product(ds, q, (1, 0)), _product(p, dout, (1, 0))]
+            both = zip(gradients, found, strict=True)
+            return dq, tuple(reads.add(x, place, y) for x, y in both)
+
+        carry = jnp.zeros_like(q), gradients
+        dq, gradients = reads.each(queries, len(tables[0]), step, carry)
+        return gradients, reads.by_head(dq, num)
+
+    zeros = vary_alike(tuple(jnp.zeros(x.shape, dtype) for x in tables), like=q)
+    cut = jax.tree.map(chunks.cut, (q, out, lse, dout, dlse)), queries
     gradients, dq = lax.scan(one, zeros, cut)
-    of_keys = [x.gradients(g, k.shape) for x, g, k in zip(tables, gradients, keys, strict=True)]
-    found = chunks.whole(dq), *of_keys
+    found = chunks.whole(dq), *(x.reshape(y.shape) for x, y in zip(gradients, keys, strict=True))
     return tuple(x.astype(to) for x, to in zip(found, options.gradient_dtypes, strict=False))
