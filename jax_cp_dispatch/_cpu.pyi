@@ -53,6 +53,9 @@ class _Problem:
     block: int
     key_time: tuple[int, int]
     pairs: tuple[int, int, int]
+    def set_exchanges(
+        self, waiting: float, exchanges: Sequence[tuple[float, float, float]]
+    ) -> None: ...
     def set_layers(self, masks: Sequence[tuple[tuple[int, int, int], int]]) -> None: ...
     def set_table(
         self, pairs_before: np.ndarray, first_key: np.ndarray, last_key: np.ndarray

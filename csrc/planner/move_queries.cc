@@ -1,6 +1,5 @@
 // Plans which rank computes which queries: fills ranks, keeps their capacities.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numeric>
 #include <tuple>
@@ -460,15 +459,12 @@ RankPieces PiecesOf(const QueryShares& shares) {
   return ranks;
 }
 
-// The time of the slowest rank: its work, and the rows that it sends or receives.
+// The time of the slowest rank: its work, and what it waits for rows that it sends or receives.
 int64_t SlowestTime(const QueryProblem& problem, const RankPieces& ranks) {
-  struct Rows {
-    std::array<int64_t, 2> sent{}, received{};  // inside nodes, and between them
-  };
-  std::vector<Rows> keys(ranks.size()), queries(ranks.size());
+  std::vector<LinkRows> keys(ranks.size()), queries(ranks.size());
   std::vector<int64_t> work(ranks.size());
   const auto move = [&](int32_t document, int64_t start, int64_t end, int32_t to,
-                        std::vector<Rows>* rows) {
+                        std::vector<LinkRows>* rows) {
     const int64_t column = problem.columns[document];
     for (int64_t last; start < end; start = last) {
       const auto home = static_cast<int32_t>((column + start) / problem.columns_per_rank);
@@ -489,9 +485,6 @@ int64_t SlowestTime(const QueryProblem& problem, const RankPieces& ranks) {
       move(document, first, last, rank, &keys);
     });
   }
-  const auto busiest = [](const Rows& rows, int link) {
-    return std::max(rows.sent[link], rows.received[link]);
-  };
   int64_t slowest = 0;
   for (size_t r = 0; r < ranks.size(); ++r) {
     Wide time = work[r];
@@ -499,10 +492,8 @@ int64_t SlowestTime(const QueryProblem& problem, const RankPieces& ranks) {
       const int64_t fastest = *std::max_element(problem.speeds.begin(), problem.speeds.end());
       time = time * fastest / problem.speeds[r];
     }
-    const RowTime& key = problem.key_time;
-    const RowTime& query = problem.query_time;
-    time += std::max(busiest(keys[r], 0) * key.inside + busiest(queries[r], 0) * query.inside,
-                     busiest(keys[r], 1) * key.between + busiest(queries[r], 1) * query.between);
+    time += problem.Waits(static_cast<int64_t>(time), keys[r].Times(problem.key_time),
+                          queries[r].Times(problem.query_time));
     slowest = std::max(slowest, static_cast<int64_t>(time));
   }
   return slowest;

@@ -1,7 +1,6 @@
 // A construction of placements whose ranks take equally long, with what they send and receive.
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <map>
 #include <numeric>
@@ -13,25 +12,25 @@
 namespace cpd {
 namespace {
 
-constexpr int64_t kRounds = 5;       // that bring the heads of a document in line with its tails
-constexpr int64_t kShareStep = 10;   // thousandths of the time that is left
-constexpr int64_t kWhole = 500;      // thousandths of a rank's time: documents below it stay whole
-constexpr int64_t kGroups = 16;      // of ranks; those of one get a whole document each
-constexpr int64_t kShare = 900;      // thousandths of the time left: of a cut document, at first
-constexpr int64_t kTargets = 6;      // steps of the search for the time of the slowest rank
-constexpr int64_t kLearned = 5;      // placements that learn from the one before
+constexpr int64_t kRounds = 5;        // that bring the heads of a document in line with its tails
+constexpr int64_t kShareStep = 10;    // thousandths of the time that is left
+constexpr int64_t kWhole = 500;       // thousandths of a rank's time: documents below it stay whole
+constexpr int64_t kGroups = 16;       // of ranks; those of one get a whole document each
+constexpr int64_t kTargets = 6;       // steps of the search for the time of the slowest rank
+constexpr int64_t kLearning = 750;    // thousandths of a difference in time that are corrected
+constexpr int64_t kLearned = 5;       // placements that learn from the one before, and of
+constexpr int64_t kLearnedOfFew = 8;  // so many ranks:
+constexpr int64_t kFewRanks = 128;
 constexpr int64_t kBalances = 3;     // repairs of the best placement
 constexpr int64_t kNearMean = 1010;  // thousandths of the mean time that ranks may take
 
-// ---- Rows that move on each kind of link: inside a node, and between nodes.
+// ---- The time of a rank, and the rows that move.
 
-struct Links {
-  std::array<int64_t, 2> sent{}, received{};
-};
+int64_t Busiest(const LinkTimes& times) { return std::max(times[0], times[1]); }
 
-int64_t ExchangeTime(const PlacementProblem& problem, const Links& links) {
-  return std::max(problem.key_time.inside * std::max(links.sent[0], links.received[0]),
-                  problem.key_time.between * std::max(links.sent[1], links.received[1]));
+// Of a rank that computes for `work`, its time, and exchanges keys beside it.
+int64_t StepTime(const PlacementProblem& problem, int64_t work, const LinkTimes& exchange) {
+  return work + problem.Waits(work, exchange);
 }
 
 // The rows of a document that ranks need, each as often as ranks need it.
@@ -68,11 +67,14 @@ class SumOfNeeds {
 
 // ---- One document, cut over ranks: tails from its end, and heads, which are sent to all of them.
 
-// What a rank may spend on the document.
+// What a rank has, and may have with the document.
 struct Budget {
   int32_t rank = 0;
-  int64_t time = 0;
-  int64_t tokens = 0;
+  int64_t work = 0;  // its time, with that of the tokens that will fill it
+  LinkRows links;
+  int64_t time = 0;     // at most, with exchanges
+  int64_t tokens = 0;   // at most, of the document
+  int64_t filling = 0;  // work of a token that it replaces
 };
 
 using Parts = std::vector<std::vector<Piece>>;  // of each budget
@@ -98,7 +100,9 @@ class DocumentCut {
       holders = 0;
       for (size_t i = 0; i < num && end > 0; ++i) {
         const int32_t rank = budgets[i].rank;
-        const int64_t time = budgets[i].time - problem_.Time({at, at + head[i], document_}, rank);
+        const int64_t work = budgets[i].work - budgets[i].filling * head[i] +
+                             problem_.Time({at, at + head[i], document_}, rank);
+        const int64_t held = Busiest(budgets[i].links.Times(problem_.key_time));
         at += head[i];
         const auto rows_of = [&](int64_t start) {
           const int64_t received = start - problem_.FirstKey(document_, start) - head[i];
@@ -106,8 +110,10 @@ class DocumentCut {
         };
         const int64_t least = std::max<int64_t>(0, end - budgets[i].tokens);
         const int64_t start = FirstThat(least, end, [&](int64_t start) {
-          return problem_.Time({start, end, document_}, rank) + row_time[i] * rows_of(start) <=
-                 time;
+          const int64_t exchange = held + row_time[i] * rows_of(start);
+          const int64_t more = problem_.Time({start, end, document_}, rank);
+          return StepTime(problem_, work + more - budgets[i].filling * (end - start),
+                          {exchange, 0}) <= budgets[i].time;
         });
         rows[i] = rows_of(start);
         if (start == end) continue;
@@ -124,18 +130,18 @@ class DocumentCut {
         if (head[i] > 0) parts[i].insert(parts[i].begin(), {at, at + head[i], document_});
         at += head[i];
       }
-      const std::vector<int64_t> exchange = ExchangeTimesOf(budgets, parts);
-      if (Fits(budgets, parts, exchange)) return parts;
+      const std::vector<LinkRows> links = LinksOf(budgets, parts);
+      if (Fits(budgets, parts, links)) return parts;
       for (size_t i = 0; i < num; ++i) {
-        if (rows[i] > 0 && !parts[i].empty())
-          row_time[i] = (row_time[i] + exchange[i] / rows[i]) / 2;
+        if (rows[i] == 0 || parts[i].empty()) continue;
+        row_time[i] = (row_time[i] + Busiest(links[i].Times(problem_.key_time)) / rows[i]) / 2;
       }
     }
     return {};
   }
 
   // What the ranks send and receive. The keys that a rank needs are one range.
-  std::vector<Links> LinksOf(const std::vector<Budget>& budgets, const Parts& parts) const {
+  std::vector<LinkRows> LinksOf(const std::vector<Budget>& budgets, const Parts& parts) const {
     std::vector<Piece> needs(parts.size());
     std::map<int32_t, std::vector<size_t>> nodes;
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -145,7 +151,7 @@ class DocumentCut {
       nodes[problem_.NodeOf(budgets[i].rank)].push_back(i);
     }
     const SumOfNeeds all(needs);
-    std::vector<Links> links(parts.size());
+    std::vector<LinkRows> links(parts.size());
     const bool is_between = nodes.size() > 1;
     for (const auto& [node, members] : nodes) {
       for (size_t from : members) {
@@ -208,24 +214,19 @@ class DocumentCut {
     }
   }
 
-  std::vector<int64_t> ExchangeTimesOf(const std::vector<Budget>& budgets,
-                                       const Parts& parts) const {
-    const std::vector<Links> links = LinksOf(budgets, parts);
-    std::vector<int64_t> times;
-    for (const Links& x : links) times.push_back(ExchangeTime(problem_, x));
-    return times;
-  }
-
   bool Fits(const std::vector<Budget>& budgets, const Parts& parts,
-            std::vector<int64_t> times) const {
+            const std::vector<LinkRows>& links) const {
     for (size_t i = 0; i < parts.size(); ++i) {
-      int64_t held = 0;
+      if (parts[i].empty()) continue;
+      int64_t work = budgets[i].work, held = 0;
       for (const Piece& piece : parts[i]) {
-        times[i] += problem_.Time(piece, budgets[i].rank), held += piece.num_tokens();
+        work += problem_.Time(piece, budgets[i].rank), held += piece.num_tokens();
       }
-      if (times[i] > budgets[i].time + budgets[i].time / 50 || held > budgets[i].tokens) {
-        return false;
-      }
+      work -= held * budgets[i].filling;
+      LinkRows all = budgets[i].links;
+      all.Add(links[i]);
+      const int64_t time = StepTime(problem_, work, all.Times(problem_.key_time));
+      if (time > budgets[i].time + budgets[i].time / 50 || held > budgets[i].tokens) return false;
     }
     return true;
   }
@@ -237,14 +238,19 @@ class DocumentCut {
 
 // ---- All documents: long ones cut, others whole, and gaps filled.
 
-// Of each document, if it is cut: thousandths of the time left of its ranks.
-using Shares = std::vector<int64_t>;
+// Of each document, if it is cut: work by which a token that fills its ranks exceeds expectation.
+using Fillings = std::vector<int64_t>;
+
+bool IsWhole(const PlacementProblem& problem, const Piece& item, int64_t target) {
+  return problem.Work(item) <= Scaled(target, kWhole) &&
+         item.num_tokens() <= problem.tokens_per_rank * 9 / 10;
+}
 
 class Placer {
  public:
-  Placer(const PlacementProblem& problem, const Shares& shares, int64_t target)
+  Placer(const PlacementProblem& problem, const Fillings& fillings, int64_t target)
       : problem_(problem),
-        shares_(shares),
+        fillings_(fillings),
         target_(target),
         size_(problem.HasNodes() ? problem.ranks_per_node : problem.num_ranks),
         ranks_(problem.num_ranks),
@@ -256,18 +262,24 @@ class Placer {
 
   // Cuts long documents. Returns whether all of them fit the target.
   bool CutLong(const std::vector<Piece>& by_length) {
-    for (const Piece& item : by_length) {
-      const bool is_whole = problem_.Work(item) <= Scaled(target_, kWhole) &&
-                            item.num_tokens() <= problem_.tokens_per_rank * 9 / 10;
-      if (is_whole) {
-        whole_.push_back(item);
-        continue;
-      }
-      cut_.push_back(item.document);
-      if (!CutInNode(item) && !CutOverNodes(item)) {
+    auto first_whole = by_length.begin();
+    while (first_whole != by_length.end() && !IsWhole(problem_, *first_whole, target_)) {
+      ++first_whole;
+    }
+    whole_.assign(first_whole, by_length.end());
+    Wide work = 0;
+    int64_t tokens = 0;
+    for (const Piece& item : whole_) work += problem_.Work(item), tokens += item.num_tokens();
+    mean_filling_ = static_cast<int64_t>(work / std::max<int64_t>(1, tokens));
+    fillers_ = problem_.num_ranks * problem_.tokens_per_rank - tokens;
+    for (auto x = by_length.begin(); x != first_whole; ++x) fillers_ -= x->num_tokens();
+    for (auto x = by_length.begin(); x != first_whole; ++x) {
+      cut_.push_back(x->document);
+      if (!CutInNode(*x) && !CutOverNodes(*x)) {
         is_fit_ = false;
-        gaps_.push_back(item);
+        gaps_.push_back(*x);
       }
+      ReserveFilling();
     }
     return is_fit_;
   }
@@ -280,10 +292,7 @@ class Placer {
     return static_cast<int64_t>(sum / problem_.num_ranks);
   }
 
-  int64_t MostTime() const { return *std::max_element(load_.begin(), load_.end()); }
-
   RankPieces Fill() {
-    const int64_t mean = MeanTime();
     Wide rest = 0;
     int64_t rooms = std::accumulate(room_.begin(), room_.end(), int64_t{0});
     for (const Piece& item : whole_) rest += problem_.Work(item);
@@ -292,7 +301,7 @@ class Placer {
     size_t num_given = 0;
     for (const Piece& item : whole_) {
       if (num_given == next.size()) {
-        next = NeediestRanks(mean, rest * 1024 / std::max<int64_t>(1, rooms), item.num_tokens());
+        next = NeediestRanks(rest * 1024 / std::max<int64_t>(1, rooms), item.num_tokens());
         num_given = 0;
       }
       rest -= problem_.Work(item);
@@ -308,38 +317,47 @@ class Placer {
     return ranks_;
   }
 
-  // Cut documents whose ranks took longer than the mean get a smaller share, others a larger one.
-  void Learn(Shares* shares) const {
-    const std::vector<int64_t> exchange = ExchangeTimes(problem_, ranks_);
+  // Ranks of cut documents that took longer than the target get more room for what fills them,
+  // others less.
+  void Learn(Fillings* fillings) const {
+    const std::vector<LinkTimes> exchange = ExchangeTimes(problem_, ranks_);
     std::vector<int64_t> times(problem_.lengths.size());
-    Wide sum = 0;
     for (int32_t r = 0; r < problem_.num_ranks; ++r) {
-      const int64_t time = time_[r] + exchange[r];
-      sum += time;
+      const int64_t time = StepTime(problem_, time_[r], exchange[r]);
       for (const Piece& piece : ranks_[r]) {
         times[piece.document] = std::max(times[piece.document], time);
       }
     }
-    const auto mean = static_cast<int64_t>(sum / problem_.num_ranks);
     for (int32_t document : cut_) {
-      int64_t& share = (*shares)[document];
-      const int64_t late = times[document] - mean;
-      const Wide less = static_cast<Wide>(late) * 750 / std::max<int64_t>(1, mean);
-      share = static_cast<int64_t>(std::clamp<Wide>(share - less, 400, 1000));
+      const int64_t late = times[document] - target_;
+      int64_t& filling = (*fillings)[document];
+      filling += Scaled(late, kLearning) / problem_.tokens_per_rank;
     }
   }
 
  private:
   int64_t Left(int32_t rank) const { return std::max<int64_t>(0, target_ - load_[rank]); }
 
+  // Ranks with parts of longer documents, which move more keys, are to be filled with padding and
+  // the shortest others. Counts the work of a token that is left for the next rank.
+  void ReserveFilling() {
+    for (; num_reserved_ < whole_.size() && fillers_ < reserved_; ++num_reserved_) {
+      const Piece& item = whole_[whole_.size() - 1 - num_reserved_];
+      fillers_ += item.num_tokens();
+      filling_ = std::min(problem_.Work(item) / item.num_tokens(), mean_filling_);
+    }
+  }
+
   // After a change of its time or links.
   void Count(int32_t rank) {
     left_[rank / size_] -= Left(rank);
-    load_[rank] = time_[rank] + ExchangeTime(problem_, links_[rank]);
+    load_[rank] = StepTime(problem_, time_[rank], links_[rank].Times(problem_.key_time));
     left_[rank / size_] += Left(rank);
   }
 
   void Give(const Piece& piece, int32_t rank) {
+    if (ranks_[rank].empty()) reserved_ += room_[rank];
+    reserved_ -= piece.num_tokens();
     ranks_[rank].push_back(piece);
     room_[rank] -= piece.num_tokens();
     time_[rank] += problem_.Time(piece, rank);
@@ -350,29 +368,26 @@ class Placer {
     for (size_t i = 0; i < parts.size(); ++i) {
       for (const Piece& piece : parts[i]) Give(piece, budgets[i].rank);
     }
-    const std::vector<Links> links = cut.LinksOf(budgets, parts);
+    const std::vector<LinkRows> links = cut.LinksOf(budgets, parts);
     for (size_t i = 0; i < parts.size(); ++i) {
-      Links& of_rank = links_[budgets[i].rank];
-      for (int link : {0, 1}) {
-        of_rank.sent[link] += links[i].sent[link];
-        of_rank.received[link] += links[i].received[link];
-      }
+      links_[budgets[i].rank].Add(links[i]);
       Count(budgets[i].rank);
     }
   }
 
-  // Of the ranks with room for so many tokens, a few whose time lacks most beside what their room
-  // needs of the rest: `density` is that need, 1024 times that of a token.
-  std::vector<int32_t> NeediestRanks(int64_t mean, Wide density, int64_t num_tokens) const {
+  // Of the ranks with room for so many tokens, a few that will end first if the rest of their room
+  // has this `density`: 1024 times the work of a token.
+  std::vector<int32_t> NeediestRanks(Wide density, int64_t num_tokens) const {
     std::vector<int32_t> ranks;
-    std::vector<Wide> excess(problem_.num_ranks);
+    std::vector<int64_t> end(problem_.num_ranks);
     for (int32_t r = 0; r < problem_.num_ranks; ++r) {
       if (room_[r] < num_tokens) continue;
       ranks.push_back(r);
-      excess[r] = density * room_[r] - static_cast<Wide>(mean - load_[r]) * 1024;
+      const auto rest = problem_.TimeOf(static_cast<int64_t>(density * room_[r] / 1024), r);
+      end[r] = StepTime(problem_, time_[r] + rest, links_[r].Times(problem_.key_time));
     }
     KeepSmallest(&ranks, std::max<int64_t>(1, problem_.num_ranks / kGroups),
-                 [&](int32_t rank) { return excess[rank]; });
+                 [&](int32_t rank) { return end[rank]; });
     return ranks;
   }
 
@@ -385,12 +400,16 @@ class Placer {
     return ranks;
   }
 
-  std::vector<Budget> BudgetsOf(const std::vector<int32_t>& ranks, size_t num,
-                                int64_t permille) const {
+  std::vector<Budget> BudgetsOf(const std::vector<int32_t>& ranks, size_t num, int64_t permille,
+                                int32_t document) const {
     std::vector<Budget> budgets;
     for (size_t i = 0; i < num; ++i) {
       const int32_t rank = ranks[i];
-      budgets.push_back({rank, Scaled(Left(rank), permille), room_[rank] - room_[rank] / 32});
+      const int64_t filling =
+          problem_.TimeOf(std::max<int64_t>(0, filling_ + fillings_[document]), rank);
+      budgets.push_back({rank, time_[rank] + filling * room_[rank], links_[rank],
+                         load_[rank] + Scaled(Left(rank), permille), room_[rank] - room_[rank] / 32,
+                         filling});
     }
     return budgets;
   }
@@ -402,10 +421,10 @@ class Placer {
     const std::vector<int32_t> ranks = ByTimeLeft(node * size_, (node + 1) * size_);
     const DocumentCut cut(problem_, item.document);
     const auto parts = [&](int64_t num, int64_t permille) {
-      return cut.Cut(BudgetsOf(ranks, num, permille));
+      return cut.Cut(BudgetsOf(ranks, num, permille, item.document));
     };
-    const int64_t most = shares_[item.document];
-    const int64_t least = problem_.Work(item) / std::max<int64_t>(1, Scaled(Left(ranks[0]), most));
+    const int64_t most = 1000;
+    const int64_t least = problem_.Work(item) / std::max<int64_t>(1, Left(ranks[0]));
     if (least > size_) return false;
     const int64_t num = FirstThat(std::max<int64_t>(1, least), size_ + 1,
                                   [&](int64_t num) { return !parts(num, most).empty(); });
@@ -415,7 +434,7 @@ class Placer {
                     });
     Parts best = parts(num, share);
     if (best.empty()) share = most, best = parts(num, share);
-    Give(cut, BudgetsOf(ranks, num, share), best);
+    Give(cut, BudgetsOf(ranks, num, share, item.document), best);
     return true;
   }
 
@@ -437,12 +456,12 @@ class Placer {
       for (int32_t first = 0; first < size_; ++first) {
         for (int64_t i = first; i < num; i += size_) taken.push_back(ranks[i]);
       }
-      return BudgetsOf(taken, num, shares_[item.document]);
+      return BudgetsOf(taken, num, 1000, item.document);
     };
     const auto fits = [&](int64_t num) { return !cut.Cut(budgets(num)).empty(); };
     const int64_t most = problem_.num_ranks;
-    const int64_t share = Scaled(Left(ranks[0]), shares_[item.document]);
-    int64_t low = std::max<int64_t>(size_ + 1, problem_.Work(item) / std::max<int64_t>(1, share));
+    const int64_t share = std::max<int64_t>(1, Left(ranks[0]));
+    int64_t low = std::max<int64_t>(size_ + 1, problem_.Work(item) / share);
     low = std::min(low, most);
     int64_t high = low;
     while (high < most && !fits(high)) low = high + 1, high = std::min(most, high + 1 + high / 4);
@@ -472,51 +491,41 @@ class Placer {
   }
 
   const PlacementProblem& problem_;
-  const Shares& shares_;
+  const Fillings& fillings_;
   const int64_t target_;
   const int32_t size_;  // of a node
   RankPieces ranks_;
   std::vector<int64_t> room_, time_, load_;  // of each rank; the load has its exchange, too
   std::vector<int64_t> left_;                // of each node: time until the target
-  std::vector<Links> links_;
+  std::vector<LinkRows> links_;
   std::vector<Piece> whole_, gaps_;
+  // Tokens of padding and of the shortest documents, so many as fill ranks with parts of cut ones.
+  int64_t fillers_ = 0, reserved_ = 0;
+  size_t num_reserved_ = 0;                 // documents
+  int64_t filling_ = 0, mean_filling_ = 0;  // work of a token
   std::vector<int32_t> cut_;
   bool is_fit_ = true;
 };
 
-// Gives each rank as much work as the mean time leaves beside what it sends and receives.
-PlacementProblem WithTimeLimits(const PlacementProblem& problem, const RankPieces& ranks) {
-  const std::vector<int64_t> exchange = ExchangeTimes(problem, ranks);
-  const int64_t fastest = problem.fastest_speed;
-  Wide work = 0;
-  for (const std::vector<Piece>& pieces : ranks) {
-    for (const Piece& piece : pieces) work += problem.Work(piece);
-  }
-  std::vector<char> is_idle(ranks.size());
-  Wide mean = 0;
-  for (bool is_changed = true; is_changed;) {
-    Wide time = work * fastest, speed = 0;
-    for (size_t r = 0; r < ranks.size(); ++r) {
-      if (is_idle[r]) continue;
-      time += static_cast<Wide>(exchange[r]) * problem.speeds[r], speed += problem.speeds[r];
-    }
-    mean = time / speed;
-    is_changed = false;
-    for (size_t r = 0; r < ranks.size(); ++r) {
-      if (!is_idle[r] && exchange[r] > mean) is_idle[r] = is_changed = true;
-    }
-  }
-  PlacementProblem limited = problem;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    const Wide left = std::max<Wide>(0, mean * kNearMean / 1000 - exchange[r]);
-    limited.limits[r] = static_cast<int64_t>(left * problem.speeds[r] / fastest);
-  }
-  return limited;
-}
-
-// Brings ranks close to the mean time, by exchanges of documents that are whole.
+// Brings ranks close to the mean time, by exchanges of documents that are whole. More work of a
+// rank is taken as that much more time, of which its exchange may hide a part.
 void BalanceTime(const PlacementProblem& problem, RankPieces* ranks) {
-  PlacementProblem limited = WithTimeLimits(problem, *ranks);
+  PlacementProblem limited = problem;
+  const std::vector<LinkTimes> exchange = ExchangeTimes(problem, *ranks);
+  std::vector<int64_t> times(ranks->size());
+  Wide sum = 0;
+  for (size_t r = 0; r < ranks->size(); ++r) {
+    int64_t work = 0;
+    for (const Piece& piece : (*ranks)[r]) work += problem.Work(piece);
+    limited.limits[r] = work;
+    times[r] = StepTime(problem, problem.TimeOf(work, r), exchange[r]);
+    sum += times[r];
+  }
+  const auto mean = static_cast<int64_t>(sum / problem.num_ranks);
+  for (size_t r = 0; r < ranks->size(); ++r) {
+    const Wide left = Scaled(mean, kNearMean) - times[r];
+    limited.limits[r] += static_cast<int64_t>(left * problem.speeds[r] / problem.fastest_speed);
+  }
   RankPieces cut(ranks->size());
   for (size_t r = 0; r < ranks->size(); ++r) {
     std::vector<Piece> whole;
@@ -536,15 +545,15 @@ void BalanceTime(const PlacementProblem& problem, RankPieces* ranks) {
 
 }  // namespace
 
-std::vector<int64_t> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks) {
-  std::vector<Links> links(ranks.size());
+std::vector<LinkTimes> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks) {
+  std::vector<LinkRows> links(ranks.size());
   for (const Traffic& x : ListTraffic(problem, ranks)) {
     const bool is_between = problem.NodeOf(x.source) != problem.NodeOf(x.target);
     links[x.source].sent[is_between] += x.keys;
     links[x.target].received[is_between] += x.keys;
   }
-  std::vector<int64_t> times;
-  for (const Links& x : links) times.push_back(ExchangeTime(problem, x));
+  std::vector<LinkTimes> times;
+  for (const LinkRows& x : links) times.push_back(x.Times(problem.key_time));
   return times;
 }
 
@@ -560,23 +569,26 @@ RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items
   Wide work = 0;
   for (const Piece& item : items) work += problem.Work(item);
   const auto mean = static_cast<int64_t>(work / problem.num_ranks);
-  Shares shares(problem.lengths.size(), kShare);
-  int64_t low = mean, high = 4 * mean;  // time of the slowest rank
+  // The time of the slowest rank: too early, and late enough.
+  int64_t low = mean, high = found[0].cost.excess + mean;
+  Fillings fillings(problem.lengths.size());
   for (int64_t i = 0; i < kTargets; ++i) {
-    const int64_t middle = low + (high - low) / 3;
-    Placer placer(problem, shares, middle);
-    const bool fits =
-        placer.CutLong(items) && placer.MeanTime() <= middle && placer.MostTime() <= middle;
+    const int64_t middle = low + (high - low) / (high > 2 * low ? 4 : 2);
+    Placer placer(problem, fillings, middle);
+    const bool fits = placer.CutLong(items) && placer.MeanTime() <= middle;
     (fits ? high : low) = middle;
   }
-  for (int64_t i = 0; i < kLearned; ++i) {
-    Placer placer(problem, shares, high);
+  const int64_t num_learned = problem.num_ranks <= kFewRanks ? kLearnedOfFew : kLearned;
+  for (int64_t i = 0; i < num_learned; ++i) {
+    Placer placer(problem, fillings, high);
     const bool is_fit = placer.CutLong(items);
-    const int64_t time = placer.MeanTime();
     RankPieces ranks = placer.Fill();
     found.push_back({CostOf(problem, ranks), std::move(ranks)});
-    if (is_fit) placer.Learn(&shares);
-    high = is_fit ? time + time / 50 : high + high / 10;
+    if (is_fit) {
+      placer.Learn(&fillings);
+    } else {
+      high += high / 100;
+    }
   }
   std::stable_sort(found.begin(), found.end(),
                    [](const Found& a, const Found& b) { return a.cost < b.cost; });

@@ -117,16 +117,16 @@ std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPiec
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
   PlacementCost cost;
   RankPieces sorted = ranks;
-  std::vector<int64_t> exchange(ranks.size());
+  std::vector<LinkTimes> exchange(ranks.size());
   if (problem.CountsTime()) exchange = ExchangeTimes(problem, ranks);
   for (size_t r = 0; r < sorted.size(); ++r) {
     int64_t work = 0;
     for (const Piece& piece : sorted[r]) work += problem.Work(piece);
     // A slow rank takes longer for the same excess.
     const Wide above = work - problem.limits[r];
-    const auto late =
-        static_cast<int64_t>(above * problem.fastest_speed / problem.speeds[r]) + exchange[r];
-    cost.excess = std::max(cost.excess, late);
+    const auto late = static_cast<int64_t>(above * problem.fastest_speed / problem.speeds[r]);
+    const int64_t waits = problem.Waits(problem.TimeOf(work, r), exchange[r]);
+    cost.excess = std::max(cost.excess, late + waits);
     cost.received_keys += ReceivedKeys(problem, &sorted[r]);
   }
   if (problem.HasCapacity()) {

@@ -30,12 +30,12 @@ struct PlacementProblem : PlannerProblem {
     return table ? std::vector<int64_t>() : pairs.Turns(lengths[document]);
   }
   bool HasCapacity() const { return max_received < kNoLimit; }
-  // The time of a piece on this rank: its work, if it is the fastest.
-  int64_t Time(const Piece& piece, int32_t rank) const {
-    const int64_t work = Work(piece);
+  // The time of some work, or of a piece, on this rank: the work, if it is the fastest.
+  int64_t TimeOf(int64_t work, int32_t rank) const {
     if (speeds[rank] == fastest_speed) return work;
     return static_cast<int64_t>(static_cast<Wide>(work) * fastest_speed / speeds[rank]);
   }
+  int64_t Time(const Piece& piece, int32_t rank) const { return TimeOf(Work(piece), rank); }
 };
 
 // The largest work of each rank: its share of all work, plus the tolerance; rounded down.
@@ -71,8 +71,8 @@ struct Overflow {
 // The pieces of each rank are sorted and joined.
 std::vector<Overflow> ListOverflows(const PlacementProblem& problem, const RankPieces& ranks);
 
-// The time in which each rank sends and receives keys; see `PlacementProblem::Time`.
-std::vector<int64_t> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks);
+// How long each rank sends or receives keys.
+std::vector<LinkTimes> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks);
 
 // The cost of an assignment, the most important part first. A rank receives a key only once.
 struct PlacementCost {

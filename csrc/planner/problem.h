@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -234,10 +235,39 @@ struct QueryTable {
 // A problem is copied often, its table never; null: a mask of numbers, see `PairCount`.
 using SharedTable = std::shared_ptr<const QueryTable>;
 
-// The time of a row that moves, as work that takes as long.
+// The time of a row that moves, in all passes, as work that takes as long.
 struct RowTime {
   int64_t inside = 0;   // a node
   int64_t between = 0;  // nodes
+};
+
+// How long a rank sends or receives on each kind of link: inside a node, and between nodes.
+using LinkTimes = std::array<int64_t, 2>;
+
+// The rows that a rank sends and receives on each kind of link.
+struct LinkRows {
+  std::array<int64_t, 2> sent{}, received{};
+
+  void Add(const LinkRows& more) {
+    for (int link : {0, 1}) sent[link] += more.sent[link], received[link] += more.received[link];
+  }
+  LinkTimes Times(const RowTime& of_row) const {
+    return {of_row.inside * std::max(sent[0], received[0]),
+            of_row.between * std::max(sent[1], received[1])};
+  }
+};
+
+// An exchange before or after a pass of attention: its shares of all time.
+struct ExchangeShare {
+  static constexpr int64_t kAll = 1 << 20;
+
+  int64_t work = kAll;  // of the pass
+  int64_t keys = kAll;
+  int64_t queries = kAll;
+
+  static int64_t Of(int64_t time, int64_t share) {
+    return static_cast<int64_t>(static_cast<Wide>(time) * share / kAll);
+  }
 };
 
 struct PlannerProblem {
@@ -253,6 +283,8 @@ struct PlannerProblem {
   int32_t ranks_per_node = 1;   // consecutive ranks; all ranks, or 1, for no nodes
   int64_t block = 1;            // documents are cut at multiples of this, if possible
   RowTime key_time;  // of a key that moves; 0: few keys move, else the slowest rank ends early
+  std::vector<ExchangeShare> exchanges{{}};  // of a step
+  int64_t waiting = ExchangeShare::kAll;     // share of an exchange that is not beside attention
 
   int64_t Work(const Piece& piece) const {
     const int32_t document = piece.document;
@@ -277,6 +309,21 @@ struct PlannerProblem {
       seen = std::max(seen, LastKey(document, piece.end));
       if (first < seen) visit(document, first, seen);
     }
+  }
+  // How long a rank waits for its exchanges. All but a share of each is hidden behind as much of
+  // its pass: attention of A and an exchange of c, of which w waits, take max(A + w c, (1 - w) A +
+  // c).
+  int64_t Waits(int64_t work, const LinkTimes& keys, const LinkTimes& queries = {}) const {
+    const auto part = ExchangeShare::Of;
+    int64_t waits = 0;
+    for (const ExchangeShare& x : exchanges) {
+      int64_t time = 0;
+      for (int link : {0, 1}) {
+        time = std::max(time, part(keys[link], x.keys) + part(queries[link], x.queries));
+      }
+      waits += std::max(part(time, waiting), time - part(part(work, x.work), waiting));
+    }
+    return waits;
   }
   bool CountsTime() const { return key_time.inside > 0 || key_time.between > 0; }
   bool HasNodes() const { return ranks_per_node > 1 && ranks_per_node < num_ranks; }

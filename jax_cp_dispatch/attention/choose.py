@@ -165,7 +165,8 @@ def choose_for(
         for x, prediction in predictions.items()
     }
     close = [x for x in seconds if seconds[x] <= _CLOSE * min(seconds.values())]
-    best = min(close, key=lambda x: round(predictions[x].imbalance, 2))
+    # The slowest rank may have less work than the mean, which is no better balance.
+    best = min(close, key=lambda x: max(1.0, round(predictions[x].imbalance, 2)))
     named = {x.label: prediction for x, prediction in predictions.items()}
     times = {x.label: total for x, total in seconds.items()}
     reason = _reason(best.label, times, named, with_backward, hardware)

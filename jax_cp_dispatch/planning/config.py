@@ -7,7 +7,6 @@ import math
 
 from jax_cp_dispatch._arguments import check_positive, check_rows
 from jax_cp_dispatch.cost import HARDWARE, Hardware, attention_flops
-from jax_cp_dispatch.cost.attention import waiting_share
 
 # In the order of `Plan.largest_needs`: of a plan that moves queries, and of a placement.
 CAPACITIES = ("q_capacity", "kv_capacity", "max_q_transfers", "max_kv_transfers", "max_pieces")
@@ -52,10 +51,11 @@ class PlanConfig:
         forward pass.
       hardware: an entry of `cost.HARDWARE`, or its name. Plans made outside `jit` then minimize the
         time of the slowest rank: its work, at the rate of attention, and what it sends or receives,
-        at the rate of each link, whichever takes longer; of that, attention hides half if keys have
-        several heads. Nodes are those of `ranks_per_node`, or of the hardware. Within
-        `balance_tolerance` of the mean work, fewer moved bytes are preferred. With `block`, only
-        balanced placements are compared. Where ranks share memory, as on "cpu", it has no effect.
+        at the rate of each link, whichever takes longer; as in predictions, attention hides half
+        of each exchange, while it lasts, if keys have several heads. Nodes are those of
+        `ranks_per_node`, or of the hardware. Within `balance_tolerance` of the mean work, fewer
+        moved bytes are preferred. With `block`, only balanced placements are compared. Where ranks
+        share memory, as on "cpu", it has no effect.
         None: links cost no time, so work is balanced, and then few bytes move.
       expected_overflow: set by `fit_plan_config`; the estimated share of batches that do not
         fit the capacities that it found.
@@ -142,18 +142,14 @@ class PlanConfig:
     def row_times(self, num_rows: int, num_ranks: int) -> tuple[int, int]:
         """Returns the time of rows of one head that move, as query-key pairs that take as long.
 
-        Inside a node, and between nodes; 0 if links cost no time. What attention hides of an
-        exchange that takes no longer than itself does not count. Rows have elements of 16 bits; the
-        size of a head cancels.
+        Inside a node, and between nodes; 0 if links cost no time. Rows have elements of 16 bits;
+        the size of a head cancels.
         """
         hardware, size = self.hardware, self.node_size(num_ranks)
         if size is None or not isinstance(hardware, Hardware) or hardware.has_shared_memory:
             return 0, 0
-        passes = (False, True) if self.backward else (False,)
-        sizes = {"num_heads": self.num_heads, "head_size": 1}
-        flops = sum(attention_flops(1, **sizes, backward=x) for x in passes)
+        flops = sum(self._pass_flops())
         pairs = 2 * num_rows * hardware.attention_rate(is_planned=True) / flops  # in a second
-        pairs *= waiting_share(self.num_kv_heads)
         links = max(size - 1, 1) if hardware.topology == "full_mesh" else 1
         inside = round(min(pairs / (links * hardware.link_bandwidth), _MOST_ROW_TIME))
         if size == num_ranks:
@@ -161,6 +157,28 @@ class PlanConfig:
         rail = hardware.rail_bandwidth * min(1, hardware.rails / size)
         between = round(min(pairs / rail, _MOST_ROW_TIME))
         return (inside if size > 1 else between), between
+
+    def exchanges(self, *, moves_queries: bool) -> list[tuple[float, float, float]]:
+        """Returns the exchanges of a step, before and after each pass of attention.
+
+        Of each: its pass as a share of all attention, and the shares of `key_cost` and `query_cost`
+        that move then.
+        """
+        flops, keys, queries = self._pass_flops(), 2 * self.num_kv_heads, self.num_heads
+        moves = [(keys, queries), (0, queries)]
+        if self.backward:
+            moves += [(0, queries), (self.key_cost - keys, queries)]
+        return [
+            (flops[i // 2] / sum(flops), of_keys / self.key_cost, of_queries / self.query_cost)
+            for i, (of_keys, of_queries) in enumerate(moves)
+            if of_keys or moves_queries
+        ]
+
+    def _pass_flops(self) -> list[float]:
+        """FLOPs of a pair in each pass."""
+        passes = (False, True) if self.backward else (False,)
+        sizes = {"num_heads": self.num_heads, "head_size": 1}
+        return [attention_flops(1, **sizes, backward=x) for x in passes]
 
     def fits(self, needs: PlanConfig) -> bool:
         """Whether these capacities are at least those of `needs`; None is always enough.

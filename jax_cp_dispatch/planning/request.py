@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int, Int32, Int64
 
 from jax_cp_dispatch._arguments import check_integer
+from jax_cp_dispatch.cost.attention import waiting_share
 from jax_cp_dispatch.documents.fingerprint import (
     ID_STEP,
     POSITION_STEP,
@@ -223,6 +224,9 @@ def native_problem(
         fields["ranks_per_node"] = config.node_size(request.num_ranks) or 1
         fields["key_time"] = config.row_times(rows, request.num_ranks)
     problem: Any = kind()
+    if config.hardware is not None:
+        exchanges = config.exchanges(moves_queries=hasattr(problem, "query_time"))
+        problem.set_exchanges(waiting_share(config.num_kv_heads), exchanges)
     for name, value in (fields | limits).items():
         if value is not None:
             setattr(problem, name, value)

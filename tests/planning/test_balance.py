@@ -316,19 +316,25 @@ def test_a_part_of_a_document_needs_all_its_keys():
 # ---- The time of the slowest rank.
 
 
-def forward_times(rows, pairs):
-    """The times of ranks in the forward pass: 32 query and 8 KV heads of 128, bfloat16, H100s."""
-    seconds = {"pair_seconds": 4 * 32 * 128 / 600e12, "row_seconds": (4096 / 376e9, 4096 / 50e9)}
-    return times_of_ranks(rows, pairs, **seconds, size=8)
+def times_on(rows, pairs, slower=1):
+    """The times of ranks forward: 32 query and 8 KV heads of 128, bfloat16, H100s, slower links."""
+    row_seconds = (slower * 4096 / 376e9, slower * 4096 / 50e9)
+    pair_seconds = 4 * 32 * 128 / 600e12
+    return times_of_ranks(rows, pairs, pair_seconds=pair_seconds, row_seconds=row_seconds, size=8)
 
 
-def times_of_placement(placement, lengths, ranks):
+def times_of_placement(placement, lengths, ranks, backward=False, slower=1):
+    """The time of each rank; heads move in two parts, so half of an exchange may be hidden."""
     rank_of_token = placement.inverse[: sum(lengths)] // TOKENS
-    return forward_times(*rows_and_pairs(lengths, rank_of_token, ranks))
+    work, exchange = times_on(*rows_and_pairs(lengths, rank_of_token, ranks), slower)
+    of_passes = [(work, exchange)]
+    if backward:  # five products instead of two; gradients in float32
+        of_passes.append((2.5 * work, 2 * exchange))
+    return np.sum([np.maximum(a + c / 2, a / 2 + c) for a, c in of_passes], axis=0)
 
 
-# Counted: the slowest rank of the default's placement takes 3.24, 1.32 and 1.05 times as long.
-FACTORS = [("prolong", 128, 3), ("wlbllm", 128, 1.3), ("prolong", 32, 1.01)]
+# Counted: the slowest rank of the default's placement takes 3.71, 1.31 and 1.05 times as long.
+FACTORS = [("prolong", 128, 3.6), ("wlbllm", 128, 1.3), ("prolong", 32, 1.04)]
 
 
 @pytest.mark.parametrize("name, ranks, factor", FACTORS)
@@ -339,13 +345,10 @@ def test_the_slowest_rank_of_a_placement_ends_earlier(name, ranks, factor):
         config = PlanConfig(hardware=hardware, ranks_per_node=8)
         placement = place_tokens(lengths, world_size=ranks, config=config)
         assert np.array_equal(np.sort(placement.permutation), np.arange(ranks * TOKENS))
-        work, exchange = times_of_placement(placement, lengths, ranks)
-        times.append(work + exchange - np.minimum(work, exchange) / 2)  # heads move in two parts
+        times.append(times_of_placement(placement, lengths, ranks))
     default, by_time = times
     assert factor * by_time.max() < default.max()
-    # Plans count on half of an exchange being hidden. Where it takes longer than attention, as in
-    # the first of these batches, less is: 1.18.
-    assert by_time.max() < 1.2 * by_time.mean()
+    assert by_time.max() < 1.04 * by_time.mean()  # counted: 1.030, 1.022 and 1.004
     again = place_tokens(lengths, world_size=ranks, config=config)
     assert np.array_equal(again.permutation, placement.permutation)
 
@@ -357,11 +360,26 @@ def test_the_slowest_rank_of_a_plan_that_moves_queries_ends_earlier():
         plan = plan_attention(lengths=lengths, world_size=128, config=config)
         received = (x.num_recv_tokens[:, :-1].T for x in (plan.q_metadata, plan.kv_metadata))
         queries, keys = (x * (1 - np.eye(128)) for x in received)
-        work, of_keys = forward_times(keys, plan.pairs)
-        _, of_queries = forward_times(queries, plan.pairs)
-        # A query and its output have four times the heads of a key and its value.
-        slowest.append((work + of_keys + 4 * of_queries).max())
+        work, of_keys = times_on(keys, plan.pairs)
+        _, of_queries = times_on(queries, plan.pairs)
+        # A query, and its output, have two times the heads of a key and its value.
+        parts = (of_keys + 2 * of_queries, 2 * of_queries)
+        slowest.append((work + sum(np.maximum(c / 2, c - work / 2) for c in parts)).max())
     assert 3 * slowest[1] < slowest[0]  # counted: 3.28
+
+
+@pytest.mark.parametrize("slower", [0.1, 10, 100])
+@pytest.mark.parametrize("name, ranks", [("prolong", 32), ("wlbllm", 8)])
+def test_a_placement_is_never_slower_than_without_hardware(name, ranks, slower):
+    """On links that are slower or faster than those of H100s, by the model that predicts steps."""
+    lengths, h100, slowest = real_lengths(name, ranks), HARDWARE["h100"], []
+    links = {x: getattr(h100, x) / slower for x in ("link_bandwidth", "rail_bandwidth")}
+    for hardware in (None, dataclasses.replace(h100, **links)):
+        config = PlanConfig(hardware=hardware, ranks_per_node=8, backward=True)
+        placement = place_tokens(lengths, world_size=ranks, config=config)
+        slowest.append(times_of_placement(placement, lengths, ranks, True, slower).max())
+    assert slowest[1] <= slowest[0]
+    assert slower == 0.1 or 1.1 * slowest[1] < slowest[0]
 
 
 @of_both_kinds

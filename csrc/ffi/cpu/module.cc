@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -266,7 +267,10 @@ SharedTable TableOf(const std::vector<int64_t>& lengths, const Numbers& pairs_be
   return std::make_shared<const QueryTable>(std::move(table));
 }
 
-using Times = std::tuple<int64_t, int64_t>;  // of a row inside a node, and between nodes
+using Times = std::tuple<int64_t, int64_t>;         // of a row inside a node, and between nodes
+using Shares = std::tuple<double, double, double>;  // as `ExchangeShare`
+
+int64_t ShareOf(double x) { return static_cast<int64_t>(std::llround(x * ExchangeShare::kAll)); }
 
 Times TimesOf(const RowTime& time) { return {time.inside, time.between}; }
 RowTime RowTimeOf(const Times& times) { return {std::get<0>(times), std::get<1>(times)}; }
@@ -285,6 +289,17 @@ nb::class_<Problem> BindProblem(nb::module_& m, const char* name) {
       .def_prop_rw(
           "key_time", [](const Problem& x) { return TimesOf(x.key_time); },
           [](Problem& x, const Times& times) { x.key_time = RowTimeOf(times); })
+      .def(
+          "set_exchanges",
+          [](Problem& x, double waiting, const std::vector<Shares>& exchanges) {
+            x.waiting = ShareOf(waiting);
+            x.exchanges.clear();
+            for (const auto& [work, keys, queries] : exchanges) {
+              x.exchanges.push_back({ShareOf(work), ShareOf(keys), ShareOf(queries)});
+            }
+          },
+          nb::arg("waiting"), nb::arg("exchanges"),
+          "The share of each exchange that waits; of each, its shares of work, keys and queries.")
       .def_prop_rw(
           "pairs", [](const Problem& x) { return MaskOf(x.pairs); },
           [](Problem& x, const Mask& mask) { x.pairs = PairsOf(mask); })
