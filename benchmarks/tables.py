@@ -48,8 +48,9 @@ VIEWS = {
         "**Selected attention**: {title}, of one causal document over 8 virtual devices, forward "
         "and backward, beside dense attention under an additive mask of all scores, as MaxText "
         "computes it; and the index with its top-k, forward. MB: temporary, of one device, by "
-        "XLA's analysis, with the mask. Moved: latents that a rank receives, forward. Dense "
-        "attention of more than 8,192 tokens was compiled only.",
+        "XLA's analysis, with the mask. Moved: latents that a rank receives, forward. A mask costs "
+        "tokens / picked times the FLOPs. Dense attention of more than 8,192 tokens was compiled "
+        "only.",
         {"tokens": "{tokens}", "picked": "{picked}"},
         {
             "ms": "{attention_ms:.0f}",

@@ -33,8 +33,8 @@ std::string OtherBatch(int64_t part, int64_t expected, int64_t seen, const std::
     return ": the mask is not one of these tokens and documents. Make it from whole batch rows in "
            "packed order, and permute it like the tokens. In each document, the prefix of PrefixLM "
            "and the prompt of SharedPrefix come first, and the spans of Tree in depth-first order. "
-           "The picks of Selected are positions that the query sees, ascending, and -1 after the "
-           "last.";
+           "The picks of Selected ascend, and are of keys that its mask shows to their query: pass "
+           "those of these tokens, with the block= and order= with which they were made.";
   }
   if (part == 0 && expected <= kWrongTokens) {
     const int64_t array = (kWrongTokens - expected) / 2;

@@ -162,25 +162,6 @@ class _Loss(LocalWork):
         return jax.ShapeDtypeStruct((*q.shape[:2], 1, 1), sum_dtype(q.dtype))
 
 
-class _Rows(NamedTuple):
-    """What a rank has received, of one list of rows.
-
-    Attributes:
-      of_index: q_index `[R, G, J, d]`, weights `[R, G, J]` or None, and k_index `[S, G or 1, d]`.
-      q, k: of attention, `[R, N, H]` and `[S, K, H]`.
-      sink: `[N]`, or None.
-      picks: `[R, G or 1, k]`, or None.
-      rows: of the queries' documents, `[R]`.
-    """
-
-    of_index: tuple[Array, Array | None, Array]
-    q: Array
-    k: Array
-    sink: Array | None
-    picks: Array | None
-    rows: DocumentRows
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather_loss(task: _Loss, movement: Movement, operands: Operands, gathered: Gathered) -> Array:
     return _forward(task, movement, operands, gathered)[0]
@@ -191,10 +172,11 @@ def _forward(task: _Loss, movement: Movement, operands: Operands, gathered: Gath
     operands = forbid_second_derivative(call.op, operands)
     received = movement.send(gathered, operands).completed(call.exchange)
     kept = received, operands.sink, operands.weights, gathered
-    rows = _received(task, movement.call, *kept)
-    loss, *lse = named_context(_losses(task, rows))
-    if rows.picks is not None:
-        picked = PickedRows(rows.picks[None], gathered.rows)
+    cut, keys, chunks = _chunks(task, call, *kept)
+    loss, *lse = map(cut.whole, lax.map(partial(_losses_of_chunk, task, keys), chunks))
+    loss, *lse = named_context((jnp.mean(loss, axis=1), *lse))
+    if task.pick_block:
+        picked = PickedRows(received[0][1], gathered.rows)
         loss = only_of_own_picks(call.exchange, picked, task.pick_block, loss)
     back = movement.give_back(gathered, loss[None], jnp.zeros(()))
     return back.completed(call.exchange)[0], (kept, lse)
@@ -205,55 +187,39 @@ def _backward(task: _Loss, movement: Movement, residuals, dloss: Array):
     gathered, exchange = kept[-1], movement.call.exchange
     dloss = forbid_second_derivative(_OP, dloss)
     came = movement.send_cotangents(gathered, Outputs(dloss)).completed(exchange)
-    rows = _received(task, movement.call, *kept)
-    dloss = jnp.where(rows.rows.start < rows.rows.end, came.out[0], 0)  # others have any values
-    dq, dweights, dk = _gradients(task, rows, (*lse, dloss))
-    q, weights, k = rows.of_index
-    both = (dq, q), (dweights, weights)
-    of_queries = [x.astype(y.dtype) for x, y in both if x is not None and y is not None]
-    of_queries = jax.tree.map(lambda x: x[None], of_queries)
-    back = movement.give_back_gradients(gathered, of_queries, [dk[None]])
+    cut, keys, chunks = _chunks(task, movement.call, *kept)
+    start, end, *_ = gathered.rows
+    dloss = jnp.where(start < end, came.out, 0)[0]  # others have any values
+    given = chunks, *map(cut, (*lse, dloss[:, None] / keys.num_groups))
+    zeros = vary_alike([jnp.zeros(keys.of_index.shape, dloss.dtype)], like=dloss)[0]
+    dk, found = lax.scan(partial(_gradients_of_chunk, task, keys), zeros, given)
+    of_queries, (k, *others) = kept[0]
+    q, weights, _ = of_queries[0] if task.pick_block else of_queries
+    found = jax.tree.map(lambda x, y: cut.whole(x)[None].astype(y.dtype), found, (q, weights))
+    dk = [dk[None, : keys.last]]
+    back = movement.give_back_gradients(gathered, jax.tree.leaves(found), dk)
     (dq, *dweights), dk = back.completed(exchange)
-    dk = rounded(dk, [k])
-    others = len(kept[0][1]) - 1
-    of_weights = dweights[0] if dweights else None
-    return Operands((dq, of_weights, None), (*dk, *(None,) * others), None), None
+    dk = *rounded(dk, [k]), *(None for _ in others)
+    return Operands((dq, dweights[0] if dweights else None, None), dk, None), None
 
 
 _gather_loss.defvjp(_forward, _backward)
 
 
-def _received(task: _Loss, call: Any, came: Any, sink: Any, weights: Any, gathered: Any) -> _Rows:
-    """Returns what came to this rank, with the keys of attention expanded."""
-    of_queries, (k_index, *latents) = came
-    start, end, *_ = gathered.rows
-    if task.pick_block:
-        of_queries, picks = of_queries[0], of_queries[1][0]
-    else:
-        picks = None
-    q_index, of_heads, q = jax.tree.map(lambda x: x[0], of_queries)
-    used = (start < end)[0]
-    cut = lambda x: jnp.where(used.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
-    q_index, of_heads, q = jax.tree.map(cut, (q_index, of_heads, q))
-    k, _ = call.expansion(weights, rows_to_expand(latents, gathered.ranges))
-    is_key = are_covered(start, end, k_index.shape[1])[0]
-    k_index = jnp.where(is_key[:, None, None], k_index[0], 0)
-    rows = DocumentRows(*(x[0] for x in gathered.rows))
-    return _Rows((q_index, of_heads, k_index), q, k, sink, picks, rows)
-
-
-# ---- One group of heads: chunks of queries, and tiles of keys.
+# ---- Chunks of queries, each of one group of heads, and tiles of keys.
 
 
 class _Chunk(NamedTuple):
     """The queries of a chunk, of one group.
 
     Attributes:
+      group: its number.
       q_index, weights, q: `[C, J, d]`, `[C, J]` or None, and `[C, heads, H]`.
       picks: `[C, k]`, or None.
       rows: of the queries' documents, `[C]`.
     """
 
+    group: Array
     q_index: Array
     weights: Array | None
     q: Array
@@ -262,17 +228,24 @@ class _Chunk(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """The keys of a group, with a row of zeros behind them, or more.
+    """What all chunks read. Behind the keys is a row of zeros, or more.
 
     Attributes:
-      of_index: `[S, d]`.
-      k: `[S, KV heads, H]`.
-      last: the row of zeros.
+      of_index, k: `[S, G or 1, d]` and `[S, K, H]`.
+      sinks: `[G, heads]`, or None.
+      last: the first row of zeros.
+      num_groups: G.
     """
 
     of_index: Array
     k: Array
+    sinks: Array | None
     last: int
+    num_groups: int
+
+    def own(self, chunk: _Chunk) -> Array:
+        """Returns the index key that a chunk reads."""
+        return jnp.minimum(chunk.group, self.of_index.shape[1] - 1)
 
 
 class _Tile(NamedTuple):
@@ -282,36 +255,47 @@ class _Tile(NamedTuple):
       products: of the index, not cut, `[C, J, W]`.
       scores: of the index, `[C, W]`; -inf for keys that are not seen.
       logits: of attention, `[C, heads, W]`; likewise.
+      k_index, place: the rows of the index; the first of them, or of picked ones all, `[C, W]`.
     """
 
     products: Array
     scores: Array
     logits: Array
+    k_index: Array
+    place: Any
 
 
-def _tile(task: _Loss, chunk: _Chunk, keys: _Keys, number: Any) -> tuple[_Tile, Any, Any]:
-    """Returns a tile, its rows of the index, and their places: first, or `[C, W]` if picked."""
-    dtype, is_picked = chunk.q_index.dtype, chunk.picks is not None
+def _tile(task: _Loss, chunk: _Chunk, keys: _Keys, number: Any) -> _Tile:
+    dtype, (_, K, H), own = chunk.q_index.dtype, keys.k.shape, keys.own(chunk)
+    is_picked = chunk.picks is not None
+    num_kv, first = max(1, K // keys.num_groups), chunk.group * K // keys.num_groups
     if chunk.picks is not None:
         place, is_seen = picked_rows(chunk.picks, chunk.rows, task.pick_block)
         place = jnp.where(is_seen, place, keys.last)
-        k_index, k = (x.at[place].get(mode="promise_in_bounds") for x in keys[:2])
+        take = lambda x, *at: x.at[at].get(mode="promise_in_bounds")
+        k_index = take(keys.of_index, place, own)
+        heads = first + jnp.arange(num_kv, dtype=jnp.int32)[None, None]
+        k = take(keys.k, place[..., None], heads)
     else:
         place = number * TILE
-        k_index, k = (lax.dynamic_slice_in_dim(x, place, TILE) for x in keys[:2])
+        k_index = lax.dynamic_slice(
+            keys.of_index, (place, own, 0), (TILE, 1, chunk.q_index.shape[2])
+        )
+        k_index = k_index[:, 0]
+        k = lax.dynamic_slice(keys.k, (place, first, 0), (TILE, num_kv, H))
         row = place + jnp.arange(TILE, dtype=jnp.int32)[None]
         is_seen = (row >= chunk.rows.start[:, None]) & (row < chunk.rows.end[:, None])
     k_index, k = k_index.astype(dtype), k.astype(dtype)
     products = head_scores(chunk.q_index, k_index, relu=False, per_query=is_picked)
     cut = without_negative(products) if task.relu else products
     scores = jnp.where(is_seen, weighted(cut, chunk.weights), -jnp.inf)
-    (C, heads, H), num_kv = chunk.q.shape, k.shape[-2]
+    C, heads, _ = chunk.q.shape
     scale = H**-0.5 if task.scale is None else task.scale
     q = scale * chunk.q.reshape(C, num_kv, heads // num_kv, H)
     names = "ckgh,cwkh->ckgw" if is_picked else "ckgh,wkh->ckgw"
     logits = jnp.einsum(names, q, k, precision=lax.Precision.HIGHEST).reshape(C, heads, -1)
     logits = jnp.where(is_seen[:, None], soft_capped(task.logit_soft_cap, logits)[0], -jnp.inf)
-    return _Tile(products, scores, logits), k_index, place
+    return _Tile(products, scores, logits, k_index, place)
 
 
 def _tiles(chunk: _Chunk) -> tuple[Any, Any]:
@@ -325,13 +309,13 @@ def _tiles(chunk: _Chunk) -> tuple[Any, Any]:
     return jnp.minimum(first, last), last
 
 
-def _losses_of_chunk(task: _Loss, keys: _Keys, sink: Any, chunk: _Chunk) -> tuple[Array, ...]:
+def _losses_of_chunk(task: _Loss, keys: _Keys, chunk: _Chunk) -> tuple[Array, ...]:
     """Returns the loss `[C]`, and the lse of logits, for a target of sum 1, and of scores."""
     first, last = _tiles(chunk)
     rows = chunk.q[..., 0], chunk.q_index[:, 0, 0]  # [C, heads] and [C]: a softmax each
 
     def add_tile(i, sums):
-        tile, *_ = _tile(task, chunk, keys, i)
+        tile = _tile(task, chunk, keys, i)
         return [_added(*x) for x in zip(sums, (tile.logits, tile.scores), strict=True)]
 
     lowest = lambda x: jnp.full_like(x, jnp.finfo(x.dtype).min)
@@ -343,11 +327,13 @@ def _losses_of_chunk(task: _Loss, keys: _Keys, sink: Any, chunk: _Chunk) -> tupl
         for peak, total in sums
     )
     # A sink takes a share of each head, so the heads with more of it count less.
-    whole = lse if sink is None else jnp.logaddexp(lse, sink[None].astype(lse.dtype))
+    whole = lse
+    if keys.sinks is not None:
+        whole = jnp.logaddexp(lse, keys.sinks[chunk.group][None].astype(lse.dtype))
     lse = whole + jnp.log(jnp.sum(jnp.exp(lse - whole), axis=1, keepdims=True))
 
     def add_terms(i, loss):
-        tile, *_ = _tile(task, chunk, keys, i)
+        tile = _tile(task, chunk, keys, i)
         p = jnp.sum(jnp.exp(tile.logits - lse[..., None]), axis=1)
         terms = p * (jnp.log(jnp.where(p > 0, p, 1)) - tile.scores + of_scores[:, None])
         return loss + jnp.sum(jnp.where(p > 0, terms, 0), axis=1)
@@ -367,10 +353,11 @@ def _added(softmax: tuple[Array, Array], logits: Array) -> tuple[Array, Array]:
 def _gradients_of_chunk(task: _Loss, keys: _Keys, dk: Array, of_chunk: Any) -> tuple[Array, Any]:
     """Adds to the gradients of the index keys; returns these, and those of queries and weights."""
     chunk, lse, of_scores, dloss = of_chunk
+    own = keys.own(chunk)
 
     def add_tile(i, gradients):
         dq, dweights, dk = gradients
-        tile, k_index, place = _tile(task, chunk, keys, i)
+        tile = _tile(task, chunk, keys, i)
         p = jnp.sum(jnp.exp(tile.logits - lse[..., None]), axis=1)
         dscores = dloss[:, None] * (jnp.exp(tile.scores - of_scores[:, None]) - p)
         cut = without_negative(tile.products) if task.relu else tile.products
@@ -381,100 +368,64 @@ def _gradients_of_chunk(task: _Loss, keys: _Keys, dk: Array, of_chunk: Any) -> t
             of_products = of_products * chunk.weights[..., None]
         if task.relu:
             of_products = jnp.where(tile.products > 0, of_products, 0)
-        if chunk.picks is None:
-            dq = dq + product("cjw,wd->cjd", of_products, k_index)
-            of_keys = product("cjw,cjd->wd", of_products, chunk.q_index)
-            of_keys += lax.dynamic_slice_in_dim(dk, place, TILE)
-            return dq, dweights, lax.dynamic_update_slice_in_dim(dk, of_keys, place, 0)
-        dq = dq + product("cjw,cwd->cjd", of_products, k_index)
-        of_keys = product("cjw,cjd->cwd", of_products, chunk.q_index)
-        return dq, dweights, dk.at[place].add(of_keys, mode="promise_in_bounds")
+        w = "w" if chunk.picks is None else "cw"  # keys of the tile, or of each query
+        dq = dq + product(f"cjw,{w}d->cjd", of_products, tile.k_index)
+        of_keys = product(f"cjw,cjd->{w}d", of_products, chunk.q_index)
+        if chunk.picks is not None:
+            return dq, dweights, dk.at[tile.place, own].add(of_keys, mode="promise_in_bounds")
+        at, of_keys = (tile.place, own, 0), of_keys[:, None]
+        of_keys += lax.dynamic_slice(dk, at, of_keys.shape)
+        return dq, dweights, lax.dynamic_update_slice(dk, of_keys, at)
 
     nothing = jax.tree.map(jnp.zeros_like, (chunk.q_index, chunk.weights))
     dq, dweights, dk = lax.fori_loop(*_tiles(chunk), add_tile, (*nothing, dk))
     return dk, (dq, dweights)
 
 
-# ---- All groups of a rank, one after another.
+# ---- The chunks of a rank, one group after another.
 
 
-class _Groups(NamedTuple):
-    """The chunks of each group, `[G, chunks, C, ...]`; its keys; and its sinks, `[G, heads]`."""
+class _Cut(NamedTuple):
+    """How rows `[R, G, ...]`, or of one group for all, are cut in chunks `[G * chunks, C, ...]`."""
 
-    chunks: _Chunk
-    sinks: Array | None
-    keys_of: Callable[[Any], _Keys]
+    shape: tuple[int, int]
+    size: int
 
-    def whole(self, x: Array, num_rows: int) -> Array:
-        """Returns rows `[R, G, ...]`, of `[G, chunks, C, ...]`."""
-        return jnp.moveaxis(x.reshape(len(x), -1, *x.shape[3:])[:, :num_rows], 0, 1)
+    def __call__(self, x: Array) -> Array:
+        x = jnp.moveaxis(jnp.broadcast_to(x, (*self.shape, *x.shape[2:])), 1, 0)
+        x = jax.vmap(lambda x: in_chunks(x, self.size))(x)
+        return x.reshape(-1, *x.shape[2:])
 
-
-def _groups(task: _Loss, rows: _Rows) -> tuple[_Groups, Callable[[Array], Array]]:
-    """Returns the groups, and a function that cuts rows `[R, G, ...]` as theirs."""
-    q_index, weights, k_index = rows.of_index
-    (R, G, J, d), (S, K, H), dtype = q_index.shape, rows.k.shape, sum_dtype(q_index.dtype)
-    num_kv, heads = max(1, K // G), rows.q.shape[1] // G
-    width = TILE
-    if rows.picks is not None:
-        width = rows.picks.shape[2] * task.pick_block
-    held = width * max(heads, J, 0 if rows.picks is None else num_kv * H + d)
-    size = min(R, max(1, _PAIRS // max(1, held)))
-
-    def cut(x):
-        x = jnp.moveaxis(jnp.broadcast_to(x, (R, G, *x.shape[2:])), 1, 0)
-        return jax.vmap(lambda x: in_chunks(x, size))(x)
-
-    q = rows.q.reshape(R, G, heads, H).astype(dtype)
-    q_index, weights = jax.tree.map(lambda x: x.astype(dtype), (q_index, weights))
-    places = DocumentRows(*(x[:, None] for x in rows.rows))
-    chunks = jax.tree.map(cut, _Chunk(q_index, weights, q, rows.picks, places))
-    more = -S % TILE if rows.picks is None else 1
-    behind = lambda x: jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
-    k_index, k = behind(k_index), behind(rows.k)
-
-    def keys_of(group):
-        own = jnp.minimum(group, k_index.shape[1] - 1)
-        index = lax.dynamic_index_in_dim(k_index, own, 1, keepdims=False)
-        return _Keys(index, lax.dynamic_slice_in_dim(k, group * K // G, num_kv, 1), S)
-
-    sinks = None if rows.sink is None else rows.sink.reshape(G, heads)
-    return _Groups(chunks, sinks, keys_of), cut
+    def whole(self, x: Array) -> Array:
+        """The inverse."""
+        R, G = self.shape
+        return jnp.moveaxis(x.reshape(G, -1, *x.shape[2:])[:, :R], 0, 1)
 
 
-def _losses(task: _Loss, rows: _Rows) -> tuple[Array, Array, Array]:
-    """Returns the loss `[R]`, and both lse, `[R, G, heads]` and `[R, G]`."""
-    groups, _ = _groups(task, rows)
-    (R, G), num = rows.of_index[0].shape[:2], jnp.arange(rows.of_index[0].shape[1], dtype=jnp.int32)
-
-    def of_group(x):
-        number, sink, chunks = x
-        of_chunk = partial(_losses_of_chunk, task, groups.keys_of(number), sink)
-        return lax.map(of_chunk, chunks)
-
-    found = lax.map(of_group, (num, groups.sinks, groups.chunks))
-    loss, lse, of_scores = (groups.whole(x, R) for x in found)
-    return jnp.sum(loss, axis=1) / G, lse, of_scores
-
-
-def _gradients(task: _Loss, rows: _Rows, of_rows: tuple[Array, Array, Array]):
-    """Returns the gradients of q_index, weights and k_index; `of_rows` are both lse, and dloss."""
-    groups, cut = _groups(task, rows)
-    (q_index, weights, k_index), (lse, of_scores, dloss) = rows.of_index, of_rows
-    (R, G), (S, num_keys, d) = q_index.shape[:2], k_index.shape
-    dloss = jnp.broadcast_to(dloss[:, None] / G, (R, G))
-    num = jnp.arange(G, dtype=jnp.int32)
-
-    def of_group(total, x):
-        number, *of_chunks = x
-        keys = groups.keys_of(number)
-        zeros = vary_alike([jnp.zeros(keys.of_index.shape, lse.dtype)], like=lse)[0]
-        dk, found = lax.scan(partial(_gradients_of_chunk, task, keys), zeros, tuple(of_chunks))
-        own = jnp.minimum(number, num_keys - 1)
-        return total.at[:, own].add(dk[:S]), found
-
-    zeros = vary_alike([jnp.zeros((S, num_keys, d), lse.dtype)], like=lse)[0]
-    given = num, groups.chunks, *map(cut, (lse, of_scores, dloss))
-    dk, (dq, dweights) = lax.scan(of_group, zeros, given)
-    of_weights = None if weights is None else groups.whole(dweights, R)
-    return groups.whole(dq, R), of_weights, dk
+def _chunks(
+    task: _Loss, call: Any, came: Any, sink: Any, weights: Any, gathered: Gathered
+) -> tuple[_Cut, _Keys, _Chunk]:
+    """Returns what came to this rank in chunks, with the keys of attention expanded."""
+    of_queries, (k_index, *latents) = came
+    of_queries, picks = of_queries if task.pick_block else (of_queries, None)
+    start, end, *_ = gathered.rows
+    used = (start < end)[0]
+    clear = lambda x: jnp.where(used.reshape(-1, *(1,) * (x.ndim - 2)), x[0], 0)
+    q_index, of_heads, q = jax.tree.map(clear, of_queries)
+    k, _ = call.expansion(weights, rows_to_expand(latents, gathered.ranges))
+    is_key = are_covered(start, end, k_index.shape[1])[0]
+    k_index = jnp.where(is_key[:, None, None], k_index[0], 0)
+    (R, G, J, d), (S, K, H), dtype = q_index.shape, k.shape, sum_dtype(q_index.dtype)
+    heads, more, held = q.shape[1] // G, -S % TILE, TILE * max(q.shape[1] // G, J)
+    if picks is not None:
+        picks, more = picks[0], 1
+        held = picks.shape[2] * task.pick_block * max(heads, J, max(1, K // G) * H + d)
+    cut = _Cut((R, G), min(R, max(1, _PAIRS // max(1, held))))
+    k_index, k = (jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1))) for x in (k_index, k))
+    keys = _Keys(k_index, k, None if sink is None else sink.reshape(G, heads), S, G)
+    q = q.reshape(R, G, heads, H)
+    q_index, of_heads, q = jax.tree.map(lambda x: x.astype(dtype), (q_index, of_heads, q))
+    rows = DocumentRows(*(x[0, :, None] for x in gathered.rows))
+    chunks = jax.tree.map(cut, (q_index, of_heads, q, picks, rows))
+    group = jnp.repeat(jnp.arange(G, dtype=jnp.int32), len(chunks[0]) // G)
+    return cut, keys, _Chunk(group, *chunks)

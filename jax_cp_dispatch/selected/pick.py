@@ -3,13 +3,14 @@
 Picks are the same bits for any number of ranks and any order of tokens. So the score of a pair must
 not depend on where it is computed: all products are of one shape, a chunk of queries by a tile of
 keys, and sums over the features and over the heads are in one order. The best scores of a query are
-found by the k-th largest, bit by bit from the highest one, and not by sorting; among equals, the
-first ones are taken.
+found by the k-th largest, two bits at a time from the highest ones, and not by sorting; among
+equals, the first ones are taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jax_cp_dispatch._arrays import in_chunks, running_max, running_sum, sum_dtype
+from jax_cp_dispatch._arrays import in_chunks, reduced, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_alike
 from jax_cp_dispatch.attention.local.passes import local_pass
 from jax_cp_dispatch.attention.local.picked import DocumentRows
@@ -81,7 +82,9 @@ def without_negative(x):
 
 def weighted(products, weights):
     """Returns the sum over the heads of products `[C, J, W]`, times the weights `[C, J]`."""
-    return jnp.sum(products if weights is None else products * weights[..., None], axis=1)
+    terms = products if weights is None else products * weights[..., None]
+    # One after another: one pass over the products, and in one order. XLA's sum is not vectorized.
+    return reduce(jnp.add, (terms[:, j] for j in range(terms.shape[1])))
 
 
 def _shapes(options: PickOptions, q, *_):
@@ -117,6 +120,7 @@ def _of_group(options: PickOptions, index: Index, rows: DocumentRows) -> Int32[A
     most = -(-index.k.shape[0] // TILE)
     k = jnp.pad(index.k, ((0, most * TILE - index.k.shape[0]), (0, 0)))
     widths = [2**i for i in range((most - 1).bit_length())] + [most]  # in tiles
+    num_words = -(-_num_columns(options, most) // _WORD)
 
     def of_chunk(operands):
         q, weights, rows = operands
@@ -124,20 +128,34 @@ def _of_group(options: PickOptions, index: Index, rows: DocumentRows) -> Int32[A
         low = jnp.min(jnp.where(used, rows.start, most * TILE)) // TILE
         high = -(-jnp.max(jnp.where(used, rows.end, 0)) // TILE)
         number = jnp.sum(jnp.asarray(widths, jnp.int32) < high - low)
-        of_width = [
-            lambda low, width=width: _of_chunk(options, Index(q, k, weights), rows, low, width)
-            for width in widths
-        ]
-        return lax.switch(jnp.minimum(number, len(widths) - 1), of_width, low)
+
+        def of_width(low, width):
+            keys, first = _keys(options, Index(q, k, weights), rows, low, width)
+            words = _largest(keys, options.num_keys)
+            return first, *(jnp.pad(x, ((0, 0), (0, num_words - x.shape[1]))) for x in words)
+
+        branches = [partial(of_width, width=width) for width in widths]
+        first, *words = lax.switch(jnp.minimum(number, len(widths) - 1), branches, low)
+        column = _columns(*words, options.num_keys)
+        return jnp.where(column >= 0, column + first[:, None], -1)
 
     given = jax.tree.map(lambda x: in_chunks(x, CHUNK), (index.q, index.weights, rows))
     return lax.map(of_chunk, given).reshape(-1, options.num_keys)
 
 
-def _of_chunk(
+def _num_columns(options: PickOptions, width: int) -> int:
+    """Returns how many keys, or blocks of keys, have scores in `width` tiles."""
+    return width * TILE if options.block == 1 else -(-width * TILE // options.block) + 2
+
+
+def _keys(
     options: PickOptions, index: Index, rows: DocumentRows, low: Array, width: int
-) -> Int32[Array, "C k"]:
-    """Returns the picks of a chunk, whose keys are in `width` tiles from tile `low` on."""
+) -> tuple[Any, Int32[Array, " C"]]:
+    """Returns the scores of a chunk as unsigned integers `[C, W]`, and what the columns count.
+
+    They are of keys in `width` tiles from tile `low` on. An integer is 0 where a query sees no key.
+    A column and a query's number, `[C]`, are together the pick.
+    """
     start, end, origin, position = rows
     low = jnp.clip(low, 0, index.k.shape[0] // TILE - width)
     base, last = low * TILE, jnp.minimum(low + width, -(-jnp.max(end) // TILE))
@@ -163,7 +181,7 @@ def _of_chunk(
     else:
         # Columns of blocks: from the one before the first whole block of each query's document.
         phase = origin % block
-        num_blocks = -(-width * TILE // block) + 2
+        num_blocks = _num_columns(options, width)
         more = num_blocks * block + block - width * TILE
         padded = jnp.pad(scores, ((0, 0), (block, more)), constant_values=hidden)
         cut = lambda x, i: lax.dynamic_slice_in_dim(x, i, num_blocks * block)
@@ -181,8 +199,7 @@ def _of_chunk(
         number = first[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
         is_own = is_seen & (number == place[:, None])
         keys = jnp.where(is_own, keys.dtype.type(np.iinfo(keys.dtype).max), keys)
-    column = largest_columns(keys, options.num_keys)
-    return jnp.where(column >= 0, column + first[:, None], -1)
+    return keys, first
 
 
 def _sum_of_halves(x: Float[Array, "C W b"]) -> Float[Array, "C W"]:
@@ -206,35 +223,38 @@ def _in_order(scores: Float[Array, "C W"]) -> Any:
     return jnp.where(jnp.isnan(scores), 1, keys)
 
 
-def largest_columns(keys: Any, num_columns: int) -> Int32[Array, "C k"]:
-    """Returns the columns of the largest keys of each row, ascending, and -1 after the last.
+# ---- The largest of each row: their bits, in words of columns, and then their columns.
 
-    Among equal keys the first ones are taken; keys of 0 are never taken.
+
+def _largest(keys: Any, num_columns: int) -> tuple[Array, Array]:
+    """Returns which keys of each row are above a bound, and which are equal to it, in words.
+
+    The former are less than `num_columns`, the latter at least the rest; or both are all keys but
+    those of 0, which are never taken.
     """
-    width, num_bits = keys.shape[1], 8 * keys.dtype.itemsize
-    one = np.ones((), keys.dtype)
-    count_from = lambda bound: jnp.sum(keys >= bound[:, None], axis=1, dtype=jnp.int32)
+    num_bits, one = 8 * keys.dtype.itemsize, np.ones((), keys.dtype)
 
-    def add_bit(state):
+    def counts_from(bounds):  # as one reduction of several arrays, which XLA vectorizes
+        counted = [(keys >= bound[:, None]).astype(jnp.int32) for bound in bounds]
+        return reduced(counted, jnp.add, 0, num_axes=1)
+
+    def add_bits(state):
         i, bound, is_found = state
-        higher = bound | (one << (num_bits - 1 - i).astype(keys.dtype))
-        count = count_from(higher)
-        bound = jnp.where((count >= num_columns) & ~is_found, higher, bound)
-        return i + 1, bound, is_found | (count == num_columns)
+        step = one << (num_bits - 2 - 2 * i).astype(keys.dtype)
+        higher = [bound + j * step for j in np.arange(1, 4, dtype=keys.dtype)]
+        now_found = is_found
+        for candidate, count in zip(higher, counts_from(higher), strict=True):
+            bound = jnp.where((count >= num_columns) & ~is_found, candidate, bound)
+            now_found |= count == num_columns
+        return i + 1, bound, now_found
 
-    # The k-th largest key, bit by bit; or a lower bound of k keys; or 0 if there are not more.
+    # The k-th largest key, two bits at a time; or a lower bound of k keys; or 0 for fewer.
     first = jnp.zeros_like(keys[:, 0])
-    state = vary_alike([jnp.int32(0)], like=keys)[0], first, count_from(first + 1) <= num_columns
-    is_open = lambda state: (state[0] < num_bits) & ~state[2].all()
-    bound = lax.while_loop(is_open, add_bit, state)[1][:, None]
-    above = _words(keys > bound)
-    equal = _words((keys == bound) & (bound > 0))
-    missing = num_columns - jnp.sum(lax.population_count(above), 1, dtype=jnp.int32)
-    of_word = lax.population_count(equal).astype(jnp.int32)
-    rest = missing[:, None] - (running_sum(of_word) - of_word)
-    cut = (np.uint32(1) << _set_bit(equal, rest).astype(jnp.uint32)) - np.uint32(1)
-    first = jnp.where(rest >= of_word, equal, jnp.where(rest > 0, equal & cut, 0))
-    return _set_columns(above | first, num_columns, width)
+    is_found = counts_from([first + one, first + one + one])[0] <= num_columns
+    state = vary_alike([jnp.int32(0)], like=keys)[0], first, is_found
+    is_open = lambda state: (2 * state[0] < num_bits) & ~state[2].all()
+    bound = lax.while_loop(is_open, add_bits, state)[1][:, None]
+    return _words(keys > bound), _words((keys == bound) & (bound > 0))
 
 
 def _words(bits: Bool[Array, "C W"]) -> UInt32[Array, "C words"]:
@@ -258,19 +278,38 @@ def _set_bit(word: UInt32[Array, "..."], number: Int32[Array, "..."]) -> Int32[A
     return place
 
 
-def _set_columns(
-    words: UInt32[Array, "C words"], num_columns: int, width: int
+def _columns(
+    above: UInt32[Array, "C words"], equal: UInt32[Array, "C words"], num_columns: int
 ) -> Int32[Array, "C k"]:
-    """Returns the columns of the first set bits, ascending, and -1 after the last."""
-    num_words, of_word = words.shape[1], lax.population_count(words).astype(jnp.int32)
-    total = running_sum(of_word)
-    number = jnp.arange(num_columns, dtype=jnp.int32)
-    number = jnp.broadcast_to(number, (len(words), num_columns))
-    take = lambda x, i: jnp.take_along_axis(x, jnp.clip(i, 0, num_words - 1), axis=1)
-    # Each word that has bits begins at the number of the first one, and ends where others begin.
-    begin = jnp.where(of_word > 0, total - of_word, num_columns)
+    """Returns the columns of `above` and the first ones of `equal`, ascending; then -1."""
+    of_word = _counts(equal)
+    missing = num_columns - jnp.sum(_counts(above), axis=1, keepdims=True, dtype=jnp.int32)
+    rest = missing - (_running_sum(of_word) - of_word)
+    cut = (np.uint32(1) << _set_bit(equal, rest).astype(jnp.uint32)) - np.uint32(1)
+    words = above | jnp.where(rest >= of_word, equal, jnp.where(rest > 0, equal & cut, 0))
+    of_word = _counts(words)
+    total = _running_sum(of_word)
+    # The word of the n-th column: how many words end at n or before.
     row = jnp.arange(len(words), dtype=jnp.int32)[:, None]
-    index = jnp.broadcast_to(jnp.arange(num_words, dtype=jnp.int32), begin.shape)
-    word = running_max(jnp.zeros_like(number).at[row, begin].max(index, mode="drop"))
-    column = _WORD * word + _set_bit(take(words, word), number - take(total - of_word, word))
+    ends = jnp.zeros((len(words), num_columns), jnp.int32).at[row, total].add(1, mode="drop")
+    word = jnp.minimum(_running_sum(ends), words.shape[1] - 1)
+    take = lambda x: jnp.take_along_axis(x, word, axis=1)
+    number = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    column = _WORD * word + _set_bit(take(words), number - take(total - of_word))
     return jnp.where(number < total[:, -1:], column, -1)
+
+
+def _counts(words: UInt32[Array, "C n"]) -> Int32[Array, "C n"]:
+    return lax.population_count(words).astype(jnp.int32)
+
+
+def _running_sum(x: Int32[Array, "C n"]) -> Int32[Array, "C n"]:
+    """Returns inclusive sums of each row, below 2**24, by products with triangles of ones."""
+    highest = lax.Precision.HIGHEST
+    upper = lambda n, first: jnp.triu(jnp.ones((n, n), jnp.float32), first)
+    blocks = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _WORD))).astype(jnp.float32)
+    blocks = blocks.reshape(len(x), -1, _WORD)
+    within = jnp.matmul(blocks, upper(_WORD, 0), precision=highest)
+    before = jnp.matmul(within[..., -1], upper(blocks.shape[1], 1), precision=highest)
+    sums = (within + before[..., None]).astype(jnp.int32)
+    return sums.reshape(len(x), -1)[:, : x.shape[1]]

@@ -222,13 +222,14 @@ def test_both_copies_of_documents_side_by_side():
         np.testing.assert_array_equal(pairs, block_diffusion_pairs(ids, 3))
 
 
-def test_noisy_keys_do_not_move():
-    """If blocks of noise divide the documents and the tokens of a rank."""
+@pytest.mark.parametrize("hardware", [None, "h100"])
+def test_noisy_keys_do_not_move(hardware):
+    """If blocks of noise divide the documents and the tokens of a rank; also planned by time."""
     size, num_ranks = 16, 4
     segment_ids = np.repeat([1, 2, 3, 0], size * np.array([45, 3, 70, 10]))[None]
     copies = both_copies(segment_ids, size)
     batch: Any = {"segment_ids": copies.segment_ids, "mask": copies.mask, "world_size": num_ranks}
-    config = cp.PlanConfig(block=size, balance_tolerance=0.1)
+    config = cp.PlanConfig(block=size, balance_tolerance=0.1, hardware=hardware)
     placement = place_tokens(**batch, config=config)
     is_noisy = placement.apply(copies.is_noisy).reshape(num_ranks, -1)
     sent = placement.plan.kv_metadata

@@ -157,43 +157,6 @@ def test_nan_is_picked_last():
     )
 
 
-@pytest.mark.usefixtures("full_optimization")
-@pytest.mark.parametrize("block", [1, 4])
-def test_picks_are_the_same_bits_everywhere(block):
-    """Also the scores: equal keys have equal scores in all tiles, so the first of them is picked.
-
-    Long documents make several chunks and tiles; half the keys are copies of earlier ones. Blocks
-    are those whose mean counts, which is a sum of rows at other places on each rank.
-    """
-    options = {"block": block, "pool": "mean" if block > 1 else "max"}
-    case = Case("halo", 1, longest=900, tokens=1000, num_keys=40, options=options)
-    elsewhere = [("placed", 8, "placed"), ("balanced", 2, "packed"), ("halo", 4, "zigzag")]
-    runs = [case]
-    for algorithm, ranks, order in elsewhere[: 1 if block > 1 else None]:
-        runs.append(dataclasses.replace(case, algorithm=algorithm, ranks=ranks, order=order))
-    ids, *_ = case.documents()
-    q, k, weights = case.index(ids.shape, heads=5, size=24)
-    k = k.copy()
-    k[:, 500:] = k[:, np.random.default_rng(2).integers(0, 500, 500)]
-    results = []
-    for one in runs:
-        _, documents, apply, restore = one.documents()
-        found = one.select(documents, apply(one.given((q, k, weights))))
-        results.append(restore(np.asarray(found)))
-    for found in results[1:]:
-        np.testing.assert_array_equal(found, results[0])
-    for b, first, length in oracle.documents(ids) if block == 1 else ():
-        rows = k[b, first : first + length, 0]
-        earlier = {}
-        for p, row in enumerate(map(bytes, rows)):
-            earlier.setdefault(row, []).append(p)
-        for t in range(0, length, 97):
-            picked = set(results[0][b, first + t].tolist())
-            for copies in earlier.values():
-                chosen = [p in picked for p in copies]
-                assert chosen == sorted(chosen, reverse=True)
-
-
 # ---- Attention over picks.
 
 
@@ -459,7 +422,7 @@ def test_wrong_picks_fail_on_all_ranks(order):
     )  # fmt: skip
     cases = [picks for _, picks in wrong_picks()]
     for wrong in cases:
-        all_fail(run(*apply((Selected(wrong), q, k, v))), "mask")
+        all_fail(run(*apply((Selected(wrong), q, k, v))), "picks of Selected .* block= and order=")
     wrong = cases[-1]
     out = run(*apply((Selected(wrong), q, k, v)), implementation="xla")
     assert np.isnan(out).all()
@@ -502,7 +465,10 @@ REFUSED = [
     (lambda: attended(ZEROS, value_size=4), "value_size with v"),
     (lambda: attended(value_size=7), "value_size is 7"),
     (lambda: attended(value_size=4, weights=ZEROS), "weights or weight_specs without expand"),
-    (lambda: selects("zigzag"), "select_keys: .*algorithm='zigzag'"),
+    (  # the default of the adapter of MaxText
+        lambda: selects("zigzag"),
+        "select_keys: .*algorithm='zigzag' .* Pass algorithm='balanced' or 'halo'",
+    ),
     (lambda: selects("ulysses"), "select_keys: .* Pass algorithm='balanced' or 'halo'"),
     (lambda: selects(mask=TREE), "mask is Tree"),
     (lambda: selects(num_keys=0), "num_keys"),
@@ -523,6 +489,25 @@ REFUSED = [
         "balance_profile: .* only attention and index_loss",
     ),
     (
+        lambda: profiling.hamilton_attention_profile(
+            ZEROS, ZEROS, ZEROS, axis_name=AXIS, mesh=mesh_of(2), mask=PICKS
+        ),
+        "hamilton_attention_profile: .* only attention and index_loss",
+    ),
+    (
+        lambda: cp.choose_algorithm(
+            [[16]],
+            num_ranks=2,
+            tokens_per_rank=8,
+            num_heads=4,
+            num_kv_heads=4,
+            head_size=8,
+            itemsize=4,
+            mask=PICKS,
+        ),
+        "choose_algorithm: .* only attention and index_loss",
+    ),
+    (
         lambda: selected.index_loss(
             *INDEX, ZEROS, ZEROS, axis_name=AXIS, algorithm="halo", mesh=mesh_of(2)
         ),
@@ -536,3 +521,43 @@ REFUSED = [
 def test_refused(call, says):
     with pytest.raises((TypeError, ValueError), match=says):
         call()
+
+
+# ---- Bits; last, as what follows in this file would be compiled with all optimizations.
+
+
+@pytest.mark.usefixtures("full_optimization")
+@pytest.mark.parametrize("block", [1, 4])
+def test_picks_are_the_same_bits_everywhere(block):
+    """Also the scores: equal keys have equal scores in all tiles, so the first of them is picked.
+
+    Long documents make several chunks and tiles; half the keys are copies of earlier ones. Blocks
+    are those whose mean counts, which is a sum of rows at other places on each rank.
+    """
+    options = {"block": block, "pool": "mean" if block > 1 else "max"}
+    case = Case("halo", 1, longest=900, tokens=1000, num_keys=40, options=options)
+    elsewhere = [("placed", 8, "placed"), ("balanced", 2, "packed"), ("halo", 4, "zigzag")]
+    runs = [case]
+    for algorithm, ranks, order in elsewhere[: 1 if block > 1 else None]:
+        runs.append(dataclasses.replace(case, algorithm=algorithm, ranks=ranks, order=order))
+    ids, *_ = case.documents()
+    q, k, weights = case.index(ids.shape, heads=5, size=24)
+    k = k.copy()
+    k[:, 500:] = k[:, np.random.default_rng(2).integers(0, 500, 500)]
+    results = []
+    for one in runs:
+        _, documents, apply, restore = one.documents()
+        found = one.select(documents, apply(one.given((q, k, weights))))
+        results.append(restore(np.asarray(found)))
+    for found in results[1:]:
+        np.testing.assert_array_equal(found, results[0])
+    for b, first, length in oracle.documents(ids) if block == 1 else ():
+        rows = k[b, first : first + length, 0]
+        earlier = {}
+        for p, row in enumerate(map(bytes, rows)):
+            earlier.setdefault(row, []).append(p)
+        for t in range(0, length, 97):
+            picked = set(results[0][b, first + t].tolist())
+            for copies in earlier.values():
+                chosen = [p in picked for p in copies]
+                assert chosen == sorted(chosen, reverse=True)
