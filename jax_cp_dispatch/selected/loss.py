@@ -37,6 +37,7 @@ from jax_cp_dispatch.attention.local.passes import forbid_second_derivative
 from jax_cp_dispatch.attention.local.picked import (
     DocumentRows,
     PickedRows,
+    add_in_order,
     picked_rows,
     read_picks,
 )
@@ -372,7 +373,10 @@ def _gradients_of_chunk(task: _Loss, keys: _Keys, dk: Array, of_chunk: Any) -> t
         dq = dq + product(f"cjw,{w}d->cjd", of_products, tile.k_index)
         of_keys = product(f"cjw,cjd->{w}d", of_products, chunk.q_index)
         if chunk.picks is not None:
-            return dq, dweights, dk.at[tile.place, own].add(of_keys, mode="promise_in_bounds")
+            rows = dk.reshape(-1, dk.shape[2])
+            place = tile.place * dk.shape[1] + own
+            place = jnp.where(tile.place < keys.last, place, len(rows))
+            return dq, dweights, add_in_order(rows, place, of_keys).reshape(dk.shape)
         at, of_keys = (tile.place, own, 0), of_keys[:, None]
         of_keys += lax.dynamic_slice(dk, at, of_keys.shape)
         return dq, dweights, lax.dynamic_update_slice(dk, of_keys, at)

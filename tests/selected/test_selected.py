@@ -294,17 +294,20 @@ def test_gradients_of_keys_are_sums_in_a_fixed_order(block):
     """A scatter adds to distinct rows: on GPUs it has no order. So there is no other one."""
     shape = lambda *s: jax.ShapeDtypeStruct((1, 64, *s), jnp.float32)
 
-    def attended(q, k, v, picks):
+    where = {"axis_name": AXIS, "mesh": mesh_of(1), "algorithm": "halo"}
+
+    def loss(q, k, v, k_index, picks):
         mask = Selected(picks, block=block)
-        return cp.local_attention(q, k, v, mask=mask)[0].sum()
+        out = cp.local_attention(q, k, v, mask=mask)[0]
+        return out.sum() + selected.index_loss(q, k_index, None, q, k, mask=mask, **where).sum()
 
     picks = jax.ShapeDtypeStruct((1, 64, 3), jnp.int32)
-    arrays = shape(4, 6), shape(2, 6), shape(2, 5)
-    lowered = jax.jit(jax.grad(attended, (0, 1, 2))).lower(*arrays, picks).as_text()
+    arrays = shape(4, 6), shape(2, 6), shape(2, 5), shape(6)
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arrays, picks).as_text()
     scatter = r'"stablehlo.scatter"\(.*?unique_indices = (true|false).*?-> tensor<(.*?)>'
     sums = re.findall(scatter, lowered, re.DOTALL)
     of_rows = [is_unique for is_unique, of in sums if of.endswith("f32")]
-    assert of_rows == ["true"] * (2 if block == 1 else 0)
+    assert of_rows == ["true"] * (3 if block == 1 else 1)  # of k and v, and of the index
 
 
 # ---- Memory.

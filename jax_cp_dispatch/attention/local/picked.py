@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 from jax_cp_dispatch._arrays import in_chunks, sum_dtype
 from jax_cp_dispatch._ranks.options import vary_alike
@@ -99,6 +99,17 @@ def picked_rows(
     return row, is_seen
 
 
+def add_in_order(
+    table: Shaped[Array, "rows F"], place: Integer[Array, "Q W"], found: Shaped[Array, "Q W F"]
+) -> Shaped[Array, "rows F"]:
+    """Adds rows to those of a table, query after query; places behind it do not count.
+
+    Only the places of one query are distinct, and GPUs add to equal places in no fixed order.
+    """
+    one = lambda to, x: (to.at[x[0]].add(x[1], mode="drop", unique_indices=True), None)
+    return lax.scan(one, table, (place, found))[0]
+
+
 class _Queries(NamedTuple):
     """The queries of a chunk.
 
@@ -116,8 +127,7 @@ class _Queries(NamedTuple):
 class _Alone(NamedTuple):
     """Each query reads its own picks: products of `[C, M, ...]`.
 
-    Tables are `[b * S * K, F]`. Gradients are added query after query, because only the keys of
-    one query are distinct, and GPUs add to equal rows in no fixed order.
+    Tables are `[b * S * K, F]`.
     """
 
     num_groups: int  # of picks
@@ -154,9 +164,8 @@ class _Alone(NamedTuple):
 
     def add(self, table, place, found):
         """Adds rows `[C, M, keys, F]` of gradients to those of a table."""
-        one = lambda to, x: (to.at[x[0]].add(x[1], mode="drop", unique_indices=True), None)
         flat = lambda x: x.reshape(-1, *x.shape[2:])
-        return lax.scan(one, table, (flat(place), flat(found)))[0]
+        return add_in_order(table, flat(place), flat(found))
 
 
 class _Together(NamedTuple):
