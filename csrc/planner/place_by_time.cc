@@ -262,22 +262,21 @@ class Placer {
 
   // Cuts long documents. Returns whether all of them fit the target.
   bool CutLong(const std::vector<Piece>& by_length) {
-    auto first_whole = by_length.begin();
-    while (first_whole != by_length.end() && !IsWhole(problem_, *first_whole, target_)) {
-      ++first_whole;
+    std::vector<Piece> to_cut;
+    for (const Piece& item : by_length) {
+      (IsWhole(problem_, item, target_) ? whole_ : to_cut).push_back(item);
     }
-    whole_.assign(first_whole, by_length.end());
     Wide work = 0;
     int64_t tokens = 0;
     for (const Piece& item : whole_) work += problem_.Work(item), tokens += item.num_tokens();
     mean_filling_ = static_cast<int64_t>(work / std::max<int64_t>(1, tokens));
     fillers_ = problem_.num_ranks * problem_.tokens_per_rank - tokens;
-    for (auto x = by_length.begin(); x != first_whole; ++x) fillers_ -= x->num_tokens();
-    for (auto x = by_length.begin(); x != first_whole; ++x) {
-      cut_.push_back(x->document);
-      if (!CutInNode(*x) && !CutOverNodes(*x)) {
+    for (const Piece& item : to_cut) fillers_ -= item.num_tokens();
+    for (const Piece& item : to_cut) {
+      cut_.push_back(item.document);
+      if (!CutInNode(item) && !CutOverNodes(item)) {
         is_fit_ = false;
-        gaps_.push_back(*x);
+        gaps_.push_back(item);
       }
       ReserveFilling();
     }

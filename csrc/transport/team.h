@@ -167,8 +167,8 @@ class SpanRecorder {
   std::vector<RecordedSpan> spans_;
 };
 
-// ---- Streams of ranks, each run on its own thread. For ranks of other
-// processes, only their puts to local ranks run here: local ranks fetch those.
+// ---- Streams of ranks, each run on its own thread. For ranks of other processes, only their puts
+// to local ranks run here: local ranks fetch those.
 
 // How the bytes of a put reach the peer; tests replace it with a slow link.
 using Link = std::function<void(const std::vector<RowCopy>&)>;

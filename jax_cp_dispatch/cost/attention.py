@@ -1,7 +1,10 @@
 """The cost of attention: work, traffic, hardware, and the times predicted from these."""
 
 import dataclasses
+import math
+import numbers
 import typing
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -129,6 +132,16 @@ def rows_bytes(num_rows: int, *, num_heads: int, head_size: int, itemsize: int) 
 # ---- Models hardware: the speed of ranks, their links, and the time of one exchange.
 
 Topology = Literal["full_mesh", "nvswitch", "shared_memory"]
+_RATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("matmul_flops", "attention_flops", "planned_attention_flops"),
+        lambda x: 0 < x < math.inf,
+        "positive and finite",
+    ),
+    (("link_bandwidth",), lambda x: x > 0, "positive"),
+    (("rail_bandwidth",), lambda x: x >= 0, "at least 0"),
+    (("link_latency", "rail_latency"), lambda x: 0 <= x < math.inf, "at least 0 and finite"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +161,7 @@ class Hardware:
         their rank, and into the layout of attention. None of this can be hidden.
       ranks_per_node: ranks of a node; None if all ranks are in one node.
       rails: NICs of a node; its ranks share them.
-      rail_bandwidth: bytes/s of one NIC.
+      rail_bandwidth: bytes/s of one NIC; 0 if all ranks are in one node.
       rail_latency: seconds until the first byte from another node arrives.
       cores: cores that the ranks of "shared_memory" share.
       attention_flops: FLOP/s of attention on one rank, as `matmul_flops`, of the pairs that the
@@ -156,7 +169,9 @@ class Hardware:
       planned_attention_flops: the same in algorithms that follow a plan, which attend to shorter
         blocks; None: as `attention_flops`.
     Raises:
-      ValueError: the topology is unknown.
+      TypeError, ValueError: the topology is unknown, FLOP/s are not positive and finite,
+        `link_bandwidth` is not positive (infinite links cost no time), another rate or latency is
+        negative, or a count is less than 1.
     """
 
     matmul_flops: int | float
@@ -177,6 +192,18 @@ class Hardware:
                 f"Hardware: topology is {self.topology!r}; it needs to be one of "
                 f"{', '.join(map(repr, typing.get_args(Topology)))}."
             )
+        counts = {"rails": self.rails, "cores": self.cores, "ranks_per_node": self.ranks_per_node}
+        check_positive("Hardware", **{name: x for name, x in counts.items() if x is not None})
+        for names, is_fine, needs in _RATES:
+            for name in names:
+                x: Any = getattr(self, name)
+                if x is None and name.endswith("attention_flops"):
+                    continue
+                if not isinstance(x, numbers.Real) or not is_fine(x):
+                    raise ValueError(
+                        f"Hardware: {name} is {x!r}; it needs to be {needs}. Pass the rate of your "
+                        "machine, or start from an entry of cost.HARDWARE (dataclasses.replace)."
+                    )
 
     @property
     def has_shared_memory(self) -> bool:

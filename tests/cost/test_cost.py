@@ -16,7 +16,17 @@ from hypothesis import given, strategies as st
 from mask_oracle import batch_pairs, batch_visible, visible
 from properties import examples
 
-from jax_cp_dispatch import Balanced, Halo, Hamilton, Placed, Ring, Ulysses, Zigzag, cost
+from jax_cp_dispatch import (
+    Balanced,
+    Halo,
+    Hamilton,
+    Placed,
+    PlanConfig,
+    Ring,
+    Ulysses,
+    Zigzag,
+    cost,
+)
 from jax_cp_dispatch.cost.pairs import wasted_pairs  # inner: by brute force
 from jax_cp_dispatch.masks import Causal, Chunked, SlidingWindow
 
@@ -412,6 +422,31 @@ def test_waste_is_the_mean_over_all_places_of_the_tiles(data):
 
 
 # ---- Invalid calls.
+
+
+@pytest.mark.parametrize(
+    "field, refused, allowed",
+    [
+        ("link_bandwidth", (0.0, -1.0, float("nan"), None), (1e-300, float("inf"))),
+        ("rail_bandwidth", (-1.0, float("nan")), (0.0, float("inf"))),
+        ("matmul_flops", (0, float("inf"), float("nan"), None), (1, 1e300)),
+        ("attention_flops", (0, -1.0), (None, np.float32(2))),
+        ("planned_attention_flops", (0.0, float("inf")), (None, 2)),
+        ("link_latency", (-1.0, float("inf")), (0, 1.0)),
+        ("rails", (0, -1), (1,)),
+        ("ranks_per_node", (0,), (None, 1)),
+    ],
+)
+def test_rates_without_a_time_are_refused(unchecked_types, field, refused, allowed):
+    """Plans divide by bandwidths, so a rate of 0 was found there, without its name."""
+    for value in refused:
+        with pytest.raises(ValueError, match=rf"^Hardware: {field} is {value}; it needs to be"):
+            of(NODES, **{field: value})
+    for value in allowed:
+        hardware = of(NODES, **{field: value})
+        num_ranks = 8 if hardware.rail_bandwidth else 4  # two nodes, or one
+        times = PlanConfig(hardware=hardware, ranks_per_node=4).row_times(16, num_ranks)
+        assert min(times) >= 0
 
 
 def test_errors_name_the_remedy(unchecked_types):
