@@ -567,7 +567,8 @@ RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items
   if (found[0].cost.excess == 0 || problem.block > 1) return best;
   Wide work = 0;
   for (const Piece& item : items) work += problem.Work(item);
-  const auto mean = static_cast<int64_t>(work / problem.num_ranks);
+  const Wide speed = std::accumulate(problem.speeds.begin(), problem.speeds.end(), int64_t{0});
+  const auto mean = static_cast<int64_t>(work * problem.fastest_speed / speed);
   // The time of the slowest rank: too early, and late enough.
   int64_t low = mean, high = found[0].cost.excess + mean;
   Fillings fillings(problem.lengths.size());

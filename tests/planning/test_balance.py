@@ -29,7 +29,7 @@ from random_lengths import (
 
 from jax_cp_dispatch import PlanConfig, place_tokens, plan_attention
 from jax_cp_dispatch.cost import HARDWARE, count_pairs
-from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, SlidingWindow
+from jax_cp_dispatch.masks import BlockCausal, Chunked, Full, Ranges, SlidingWindow
 
 
 def pairs_of(mask, lengths):
@@ -380,6 +380,21 @@ def test_a_placement_is_never_slower_than_without_hardware(name, ranks, slower):
         slowest.append(times_of_placement(placement, lengths, ranks, True, slower).max())
     assert slowest[1] <= slowest[0]
     assert slower == 0.1 or 1.1 * slowest[1] < slowest[0]
+
+
+def test_a_dense_document_is_cut_beside_longer_sparse_ones():
+    """Its queries see all earlier tokens, those of longer documents the last eight."""
+    lengths = np.array([3600] * 8 + [3400] + [300] * 111)
+    first = np.concatenate([np.maximum(0, np.arange(n) - (8 if n == 3600 else n)) for n in lengths])
+    first += np.repeat(np.cumsum(lengths) - lengths, lengths)
+    token = np.arange(len(first))
+    mask = Ranges(*np.pad([first, token + 1], [(0, 0), (0, 16 * 4096 - len(first))])[:, None])
+    links = {"link_bandwidth": 1e12, "rail_bandwidth": 1e11}
+    config = PlanConfig(hardware=dataclasses.replace(HARDWARE["h100"], **links))
+    of: dict[str, Any] = {"world_size": 16, "columns": 16 * 4096, "mask": mask, "config": config}
+    placement = place_tokens(lengths.tolist(), **of)
+    pairs = np.bincount(placement.inverse[token] // 4096, token + 1 - first, minlength=16)
+    assert pairs.max() < 2 * pairs.mean()  # 8 times, if it is not cut
 
 
 @of_both_kinds
