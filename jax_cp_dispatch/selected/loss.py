@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
@@ -58,6 +59,7 @@ from jax_cp_dispatch.selected.pick import TILE, head_scores, weighted, without_n
 _OP = "index_loss"
 # Elements of the logits of a chunk and a tile, and of the rows that a chunk gathers.
 _PAIRS = 2**20
+_ZERO = np.int32(0)  # as in `picked.py`
 
 
 @door(_OP, sink="Pass one logit per query head.", **STEPS_OF_DOCUMENTS)
@@ -279,11 +281,9 @@ def _tile(task: _Loss, chunk: _Chunk, keys: _Keys, number: Any) -> _Tile:
         k = take(keys.k, place[..., None], heads)
     else:
         place = number * TILE
-        k_index = lax.dynamic_slice(
-            keys.of_index, (place, own, 0), (TILE, 1, chunk.q_index.shape[2])
-        )
-        k_index = k_index[:, 0]
-        k = lax.dynamic_slice(keys.k, (place, first, 0), (TILE, num_kv, H))
+        sizes = TILE, 1, chunk.q_index.shape[2]
+        k_index = lax.dynamic_slice(keys.of_index, (place, own, _ZERO), sizes)[:, 0]
+        k = lax.dynamic_slice(keys.k, (place, first, _ZERO), (TILE, num_kv, H))
         row = place + jnp.arange(TILE, dtype=jnp.int32)[None]
         is_seen = (row >= chunk.rows.start[:, None]) & (row < chunk.rows.end[:, None])
     k_index, k = k_index.astype(dtype), k.astype(dtype)
@@ -377,7 +377,7 @@ def _gradients_of_chunk(task: _Loss, keys: _Keys, dk: Array, of_chunk: Any) -> t
             place = tile.place * dk.shape[1] + own
             place = jnp.where(tile.place < keys.last, place, len(rows))
             return dq, dweights, add_in_order(rows, place, of_keys).reshape(dk.shape)
-        at, of_keys = (tile.place, own, 0), of_keys[:, None]
+        at, of_keys = (tile.place, own, _ZERO), of_keys[:, None]
         of_keys += lax.dynamic_slice(dk, at, of_keys.shape)
         return dq, dweights, lax.dynamic_update_slice(dk, of_keys, at)
 

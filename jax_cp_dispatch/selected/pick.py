@@ -229,8 +229,8 @@ def _in_order(scores: Float[Array, "C W"]) -> Any:
 def _largest(keys: Any, num_columns: int) -> tuple[Array, Array]:
     """Returns which keys of each row are above a bound, and which are equal to it, in words.
 
-    The former are less than `num_columns`, the latter at least the rest; or both are all keys but
-    those of 0, which are never taken.
+    The former are at most `num_columns`, and both together at least as many; or all keys but those
+    of 0, which are never taken.
     """
     num_bits, one = 8 * keys.dtype.itemsize, np.ones((), keys.dtype)
 

@@ -310,6 +310,22 @@ def test_gradients_of_keys_are_sums_in_a_fixed_order(block):
     assert of_rows == ["true"] * (3 if block == 1 else 1)  # of k and v, and of the index
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_64_bit_types(dtype):
+    """Traced, of blocks and the loss over all keys: where rows are cut, indices have one dtype."""
+    where = {"axis_name": AXIS, "mesh": mesh_of(1), "algorithm": "halo"}
+
+    def loss(q, k, q_index, k_index, picks):
+        out = cp.local_attention(q, k, k, mask=Selected(picks, block=16))[0]
+        return out.sum() + selected.index_loss(q_index, k_index, None, q, k, **where).sum()
+
+    shape = lambda *s, dtype=dtype: jax.ShapeDtypeStruct((1, 64, *s), jnp.dtype(dtype))
+    with jax.enable_x64(True):
+        arrays = shape(4, 6), shape(2, 6), shape(3, 6), shape(6)
+        found = jax.eval_shape(jax.grad(loss, (0, 1, 2, 3)), *arrays, shape(3, dtype="int32"))
+    assert found == arrays
+
+
 # ---- Memory.
 
 
@@ -444,6 +460,7 @@ def test_wrong_picks_fail_on_all_ranks(order):
 ZEROS = np.zeros((1, 16, 4, 6), np.float32)
 PICKS = Selected(np.zeros((1, 16, 2), np.int32))
 WRONG_GROUPS = Selected(np.zeros((1, 16, 3, 2), np.int32))
+WRONG_ORDER: Any = "packed"
 ONES = np.ones((1, 16), np.int32)
 ZIGZAG = cp.Documents(ONES).zigzag(2)
 TREE = Tree(0 * ONES, -ONES[:, :1])
@@ -481,7 +498,7 @@ REFUSED = [
     (lambda: Selected(np.zeros((1, 16, 2))), "Selected: picks"),
     (lambda: Selected(PICKS.picks[:, :, :0]), "Selected: .* without picks"),
     (lambda: Selected(0 * PICKS.picks, SlidingWindow(4, first=2)), "Selected: mask is"),
-    (lambda: Selected(PICKS.picks, order="packed"), "Selected: order is .packed."),
+    (lambda: Selected(PICKS.picks, order=WRONG_ORDER), "Selected: order is .packed."),
     (lambda: cp.Documents(ONES, mask=PICKS), "Documents: .* only attention and index_loss"),
     (lambda: selects(mask=PICKS), "select_keys: .* only attention and index_loss"),
     (lambda: Selected(PICKS.picks, PICKS), "Selected: .* only attention and index_loss"),

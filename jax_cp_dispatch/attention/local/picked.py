@@ -2,10 +2,10 @@
 
 Queries are computed in chunks, in one of two ways. If picks are tokens or small blocks, each query
 gathers its own rows, `[chunk, matrices, keys, H]`, and products are per query. If they are larger
-blocks, the queries of a chunk read the union of their blocks, a few at a time, and each sees those
-that it has picked. So memory grows with the tokens alone. The backward pass reads the rows again,
-and adds the gradients of keys, chunk after chunk, to distinct rows at a time: in a fixed order on
-all platforms.
+blocks, the queries of a chunk read the union of their blocks, a few at a time, and each sees only
+those that it has picked. So memory grows with the tokens alone. The backward pass reads the rows
+again. It adds the gradients of keys chunk after chunk, each time to distinct rows, and so in a
+fixed order on all platforms.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from jax_cp_dispatch.masks import Selected
 
 # Elements of the rows that a chunk of queries gathers: 1 MB of float32, as a core's cache.
 _GATHERED = 2**18
-# Queries read a union of blocks of so many tokens or more: their rows of heads, and keys of a step.
+# The smallest blocks that are read as a union; rows of heads of its queries, and keys of a step.
 _SHARED, _TILE_ROWS, _STEP = 16, 512, 256
 _NOWHERE = np.iinfo(np.int32).max
+_ZERO = np.int32(0)  # 0 would be int64 under jax_enable_x64, and indices need to be of one dtype
 
 
 class DocumentRows(NamedTuple):
@@ -191,9 +192,9 @@ class _Together(NamedTuple):
         return jnp.swapaxes(x, 0, 1).reshape(size, -1, x.shape[-1])
 
     def each(self, queries: _Queries, num_rows: int, step, carry):
-        """Returns `step(place, is_seen, carry)` of some blocks after others.
+        """Returns the carry after `step(place, is_seen, carry)` of a few blocks after others.
 
-        `is_seen` is `[1, keys, C]`; a place is the first row of each block, and the first head.
+        `is_seen` is `[1, keys, C]`; a place is the first row of each block, and the first KV head.
         """
         (start, end, origin, _), picks = queries.rows, queries.picks
         size, of_step = min(self.block, num_rows), _STEP // self.block or 1
@@ -221,15 +222,16 @@ class _Together(NamedTuple):
     def take(self, table, place):
         blocks, head = place
         sizes = min(self.block, len(table)), self.num_matrices, table.shape[2]
-        rows = [lax.dynamic_slice(table, (x, head, 0), sizes) for x in blocks]
+        rows = [lax.dynamic_slice(table, (x, head, _ZERO), sizes) for x in blocks]
         return jnp.swapaxes(jnp.concatenate(rows), 0, 1)
 
     def add(self, table, place, found):
         blocks, head = place
         found = jnp.swapaxes(found, 0, 1)
         for x, y in zip(blocks, jnp.split(found, len(blocks)), strict=True):
-            y = y + lax.dynamic_slice(table, (x, head, 0), y.shape)
-            table = lax.dynamic_update_slice(table, y, (x, head, 0))
+            at = x, head, _ZERO
+            y = y + lax.dynamic_slice(table, at, y.shape)
+            table = lax.dynamic_update_slice(table, y, at)
         return table
 
 
