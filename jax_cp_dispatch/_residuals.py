@@ -10,10 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 PAIRS = "cpd.pairs"
 
-# Keeping these saves attention or exchanges; then queries, keys and values of other ranks; the rows
-# of all ranks, which the gradient of a weight reads; and what a recurrence computes between pairs
-# of rows, which its own policy keeps.
+# To keep these values saves attention or exchanges
 named_context = partial(checkpoint_name, name="context")
+# Queries, keys and values that came from other ranks
 checkpoint_name_kv = partial(checkpoint_name, name="context_received")
+# The rows of all ranks, which the gradient of a weight reads
 named_gathered_tokens = partial(checkpoint_name, name="gathered_tokens")
+# What a recurrence computes between pairs of rows; its own policy keeps it
 named_pairs = partial(checkpoint_name, name=PAIRS)

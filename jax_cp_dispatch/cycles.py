@@ -320,9 +320,12 @@ def source_is_earlier(cycles: CycleRows) -> list[list[list[bool]]]:
     At step 0, a rank holds its own chunks. A chunk that follows its cycle is at `row[i]` after it
     was at `row[i - 1]`, so at step t rank `row[i]` holds the chunk of rank `row[i - t]`.
 
-    Args, Raises: see `chunk_maps`.
+    Args:
+      cycles: rows of ranks; see `hamiltonian_cycles`. An empty list for one rank.
     Returns:
       `[rank][step][chunk]`: true if the source is at most the rank.
+    Raises:
+      As `chunk_maps`.
     """
     num_ranks, rows = ranks_and_cycles("source_is_earlier", cycles)
     places = [{rank: place for place, rank in enumerate(row)} for row in rows]

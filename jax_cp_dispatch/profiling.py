@@ -99,8 +99,9 @@ class Span(NamedTuple):
 def write_chrome_trace(spans: Iterable[Span], path: str | os.PathLike) -> pathlib.Path:
     """Writes spans as a JSON trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-    Each rank is shown as a process with two threads: computation and communication. Source: Trace
-    Event Format (Google), "complete" and "metadata" events; times in microseconds.
+    Each rank is shown as a process with two threads: computation and communication. Returns the
+    path. Source: Trace Event Format (Google), "complete" and "metadata" events; times in
+    microseconds.
     """
     spans = sorted(spans)
     events: list[dict[str, Any]] = []

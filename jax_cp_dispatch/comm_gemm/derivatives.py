@@ -204,8 +204,8 @@ def _with_examples(run: Callable[..., Any], *, has_dy: bool = False):
 
     If only x is mapped, the new dimension becomes a batch dimension. If weights are mapped, it is
     the first dimension of all arrays, which `run` recognizes by the dimensions of w. The same holds
-    for derivatives, where each example has its own gradient of w: with `has_dy`, the last array is
-    that of the result. Arrays after w may be None.
+    for derivatives, where each example has its own gradient of w. With `has_dy`, the last array is
+    the gradient of the result. Arrays after w may be None.
     """
 
     def call(s, *arrays, **static):

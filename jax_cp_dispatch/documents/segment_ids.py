@@ -182,6 +182,7 @@ def gather_sequence(
 ) -> PyTree[Integer[Array, "B W_T"]]:
     """Returns the columns of all ranks, in the order of the sequence, on every rank.
 
+    Ranks hold consecutive columns, or, if `is_zigzag`, those of `zigzag_permutation`.
     All ranks pass the same shapes. Between CPU devices all arrays move in one `dispatch`, so the
     deadline holds. XLA's all-gather would wait without a limit for a process that hangs.
     """

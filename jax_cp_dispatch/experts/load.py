@@ -63,8 +63,9 @@ def load_profile(
 ) -> BalanceProfile:
     """Times the experts of each rank of a routing, one rank after the other, on one device.
 
-    As `balance_profile`, of each rank's `group_sizes`, with the same arrays. Call outside `jit`,
-    with the routing of all ranks.
+    The busiest rank determines how long a step takes. Each rank has its own `group_sizes`, and the
+    same arrays. As in `balance_profile`, exchanges are not run, and on CPU seconds are processor
+    time. Call outside `jit`, with the routing of all ranks.
 
     Args:
       routing: from `route`.

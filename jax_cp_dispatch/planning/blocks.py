@@ -290,9 +290,10 @@ def balance_blocks(
     With a limit of keys, blocks that exceed it stay at home, which costs balance. Beside the keys
     of all its own queries, a rank has room for those that it gets.
 
-    All sums are of integers, so equal inputs give equal assignments: the rank that computes each
-    block. The sum of `cost` is below 2**30; `num_rows` move with a block, 0 if there is nothing to
-    compute. Without `keys`, no assignment exceeds a limit of them. Not differentiable.
+    Returns the rank that computes each block. All sums are of integers, so equal inputs give equal
+    assignments. The sum of `cost` is below 2**30; `num_rows` move with a block, 0 if there is
+    nothing to compute; the largest cost may exceed the mean by the fraction `tolerance`. Without
+    `keys`, there is no limit of them. Not differentiable.
     """
     num_batch, num_ranks, num_blocks = cost.shape
     grouped = lambda x: x.swapaxes(0, 1).reshape(num_ranks, num_batch * num_blocks)  # by rank
@@ -431,7 +432,10 @@ def seen_by_rows(
     capacities: Capacities,
     ranks: Int32[Array, " held"],
 ) -> MaskRanges:
-    """Returns what received rows of `ranks` (all, or one) see, `[held, rows]`; padding nothing."""
+    """Returns what the received rows of these ranks see, `[held, rows]`; empty for padding.
+
+    `seen` is what each column sees, `[B, T]`. `ranks` are all, in order, or one.
+    """
     # The keys of a block of queries are adjacent rows: those that earlier blocks of its rank
     # brought, and those that it brings.
     num_blocks, size = grid.num_blocks, capacities.q

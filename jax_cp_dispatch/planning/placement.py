@@ -348,7 +348,8 @@ def place_tokens(
 
     Args:
       lengths, columns, world_size: see `plan_attention`.
-      segment_ids, positions: instead of lengths, see `plan_attention`.
+      segment_ids: instead of lengths, see `plan_attention`.
+      positions: with segment ids only; a document also ends where they do not increase.
       mask: "full", "causal" or an object of `jax_cp_dispatch.masks`; None is causal. With "full", a
         rank that holds any token of a document receives all of its keys.
       masks: several masks instead of one, for a model whose layers differ. The placement balances
@@ -358,6 +359,7 @@ def place_tokens(
       config: balance tolerance, constraints and capacities.
       fallback: "ring" returns, instead of an error for a batch that exceeds a limit of the config,
         a placement that leaves all tokens where they are. Its plan is as in `plan_attention`.
+        Needs all capacities.
       num_groups: groups of consecutive batch rows, each placed on W ranks of its own: the devices
         of `batch_axis`. Their plans are stacked, as by `stack_plans`. With a fallback, all groups
         are placed or none, since one step computes all of them.

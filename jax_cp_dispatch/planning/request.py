@@ -207,7 +207,10 @@ def native_problem(
     limits: dict[str, Any],
     layers: Sequence[int] = (1,),
 ) -> Problem:
-    """Returns a problem of `csrc/planner` for plans of all masks; `limits` may be None."""
+    """Returns a `PlacementProblem` or a `QueryProblem` of `csrc/planner`, with fields of both.
+
+    Each mask has a request, and a weight in `layers`. Fields in `limits` that are None are not set.
+    """
     request, config, documents = requests[0], requests[0].config, requests[0].documents
     speeds = np.array(config.rank_speeds or [1.0] * request.num_ranks)
     fields = {
@@ -369,8 +372,8 @@ def by_slot(
 ) -> dict[str, Int[np.ndarray, "held slots"]]:
     """Returns tables with the entries of each rank in a row, in their order.
 
-    Columns have the value of each entry, and that of unused slots. With `rank`, only its row is
-    made.
+    Columns have the value of each entry, and that of unused slots. No rank has more entries than
+    `num_slots`. With `rank`, only its row is made.
     """
     order = np.argsort(ranks, kind="stable") if rank is None else np.flatnonzero(ranks == rank)
     row = ranks[order] - (rank or 0)

@@ -83,7 +83,7 @@ class Carried:
 
 
 def check_state(op: str, state: Any, like: Any, next_step: str) -> None:
-    """Requires an initial state with the shapes of `like`, and its dtypes, or also other floats."""
+    """Requires an initial state with the shapes and dtypes of `like`; a float may be any other."""
     if state is None:
         return
     kind = lambda x: jnp.floating if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype

@@ -47,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     repeats: int  # rounds of interleaved runs
-    # Rows per rank of an exchange in bfloat16, and their shape
-    moved_tokens: int
+    moved_tokens: int  # rows per rank of an exchange in bfloat16, of the shape `feature`
     # Of one attention layer over all ranks, in `dtype`
     tokens: int
     heads: int

@@ -39,7 +39,8 @@ def axes_of(array):
 
 
 def send(x, metadata=METADATA, **where):
-    return dispatch(x, metadata, **{"axis_name": AXIS, "capacity": CAPACITY, **where})
+    given: dict[str, Any] = {"axis_name": AXIS, "capacity": CAPACITY, **where}
+    return dispatch(x, metadata, **given)
 
 
 # ---- Under plain jit, on a shuffled mesh (tp, cp): each index of tp is a separate group.

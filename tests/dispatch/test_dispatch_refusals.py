@@ -177,7 +177,8 @@ KINDS = AxisType.Auto, AxisType.Explicit
 
 
 def move(x, plan: cp.Metadata = PLAN, **options: Any):
-    return cp.dispatch(x, plan, **{"axis_name": AXIS, "capacity": W * T, **options})
+    given: dict[str, Any] = {"axis_name": AXIS, "capacity": W * T, **options}
+    return cp.dispatch(x, plan, **given)
 
 
 def test_rows_that_do_not_divide():

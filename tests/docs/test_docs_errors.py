@@ -4,6 +4,7 @@ import dataclasses
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import metadata_oracle
@@ -35,7 +36,8 @@ plan_for = partial(cpd.plan_attention, world_size=W)
 
 
 def send(x=X, plan=TO_RANK_0, **options):
-    return cpd.dispatch(x, plan, axis_name=AXIS, **{"mesh": mesh_of(W), **options})
+    given: dict[str, Any] = {"mesh": mesh_of(W), **options}
+    return cpd.dispatch(x, plan, axis_name=AXIS, **given)
 
 
 def attend(q=Q, k=Q, v=Q, **options):

@@ -490,6 +490,7 @@ REFUSED = [
         "select_keys: .*algorithm='zigzag' .* Pass algorithm='balanced' or 'halo'",
     ),
     (lambda: selects("ulysses"), "select_keys: .* Pass algorithm='balanced' or 'halo'"),
+    (lambda: selects("balanced", documents=ZIGZAG), "select_keys: .* Pass algorithm='halo'"),
     (lambda: selects(mask=TREE), "mask is Tree"),
     (lambda: selects(num_keys=0), "num_keys"),
     (lambda: selects(pool="sum"), "pool is 'sum'"),

@@ -30,7 +30,8 @@ SENT, HOME = dispatched(PLAN, X_OF_RANKS, CAPACITY), combined(PLAN, Y_OF_RANKS, 
 def send(x, metadata, **options):
     """Dispatches the rows of one rank."""
     rows = {} if "buffer" in options else {"capacity": CAPACITY}
-    return dispatch(x, metadata, **{"axis_name": AXIS, **rows, **options})
+    given: dict[str, Any] = {"axis_name": AXIS, **rows, **options}
+    return dispatch(x, metadata, **given)
 
 
 def combine_rows(y, metadata, **options):

@@ -92,9 +92,11 @@ class Balanced(Algorithm):
     def why_not(self, call: Call, mask: Any) -> str | None:
         if call.order == PACKED:
             return None
+        needs_all_keys = call.pick_block or call.local  # which zigzag never has
+        other = "halo" if needs_all_keys and call.order != PLACED else call.order.name
         return (
             f"algorithm='balanced' needs tokens in packed order; got {call.order}. Pass "
-            f"algorithm={call.order.name!r}, or the tokens and their documents as packed."
+            f"algorithm={other!r}, or the tokens and their documents as packed."
         )
 
     def plan_before(self, documents: Documents, num_ranks: int) -> Plan:
