@@ -6,12 +6,14 @@ MaxText does: all scores `[T / 8, T]` of a rank, top-k, a mask that is added to 
 softmax over all keys, which are gathered. Attention is measured forward and backward, the index
 with its top-k forward. Memory is what the compiled program of a device needs beside its arguments
 and results, and the mask. The dense programs of 8,192 tokens need about 17 GB for all devices;
-beyond, they are compiled but not run. `--only 8192` measures the cases of so many tokens, and keeps
-the rows of the others that `--output` has.
+beyond, they are compiled but not run. Each case has a process of its own, because freed memory is
+kept for the next arrays. `--only 8192 1024` measures one, and keeps the rows of the others that
+`--output` has.
 """
 
 import functools
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -163,22 +165,23 @@ def check(move: cpd.Placement, picks: Any, mask: Any, results: dict[str, Any]) -
 
 def main() -> None:
     parser = common.parser(__doc__, repeats=3)
-    parser.add_argument("--only", type=int, nargs="+", help="tokens of the cases to measure")
+    parser.add_argument("--only", type=int, nargs=2, metavar=("TOKENS", "PICKED"), help="one case")
     arguments = common.options(parser)
-    start_cpu_devices(NUM_RANKS)
+    one = (512, 64) if arguments.quick else tuple(arguments.only or ())
+    if not one:
+        of_case = lambda x: [sys.executable, *sys.argv, "--only", *map(str, x)]
+        raise SystemExit(any([subprocess.run(of_case(x)).returncode for x in CASES]))
+    start_cpu_devices(NUM_RANKS, keep_memory=False)  # which dense programs need twice
     report = common.Report(arguments.output, f"{HEADS} heads of {LATENT}, float32")
+    is_other = lambda row: (row.get("tokens"), row.get("picked")) != one
     if arguments.only and arguments.output and arguments.output.exists():
-        rows = json.loads(arguments.output.read_text())["rows"]
-        report.rows = [x for x in rows if x.get("tokens", arguments.only[0]) not in arguments.only]
+        report.rows = [*filter(is_other, json.loads(arguments.output.read_text())["rows"])]
 
-    def measured(tokens: int, num_picked: int) -> Iterator[dict[str, Any]]:
-        yield case(tokens, num_picked, arguments.repeats)
+    def measured() -> Iterator[dict[str, Any]]:
+        yield case(*one, arguments.repeats)
         report.rows.sort(key=lambda x: (x.get("tokens", 0), x.get("picked", 0)))
 
-    for tokens, num_picked in [(512, 64)] if arguments.quick else CASES:
-        if not arguments.only or tokens in arguments.only:
-            of_case = functools.partial(measured, tokens, num_picked)
-            report.section(f"{tokens} tokens, {num_picked} picked", of_case)
+    report.section(f"{one[0]} tokens, {one[1]} picked", measured)
     raise SystemExit(report.has_failed)
 
 
