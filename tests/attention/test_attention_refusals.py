@@ -187,7 +187,7 @@ CASES = {
     ),
     "Workload": calls(choose, ({"num_heads": 3}, "3 query heads cannot share 2 KV heads")),
     "count_pairs": [
-        (lambda: cp.cost.count_pairs(0, 8, mask=PREFIX), "one of numbers .*plan with plan_att")
+        (lambda: cp.cost.count_pairs(0, 8, mask=PREFIX), "one of numbers .*Plans count the pairs")
     ],
     "local_attention": [
         *calls(

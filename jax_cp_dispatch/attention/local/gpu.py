@@ -210,8 +210,12 @@ class _Call(NamedTuple):
             "soft_cap": np.float32(self.options.logit_soft_cap or 0),
             "has_queries": np.bool_(bool(self.queries)),
         }
-        call = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
-        return vary_alike(list(call(*operands, **attributes)), like=operands[0])
+        return _call(target, shapes, operands, aliases, **attributes)
+
+
+def _call(target, shapes, operands, aliases, **attributes):
+    call = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases)
+    return vary_alike(list(call(*operands, **attributes)), like=operands[0])
 
 
 def _served(size: int, value_size: int) -> tuple[int, int] | None:
