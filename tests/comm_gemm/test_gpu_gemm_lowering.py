@@ -87,6 +87,7 @@ def test_a_plain_product():
     names = ("common.cc", "gemm_call.cc", "cuda/dispatch_call.cc", "cuda/gemm_call.cc")
     sources = [(ROOT / "csrc/ffi" / name).read_text() for name in names]
     read = [name for source in sources for name in re.findall(r'Read\("(\w+)"', source)]
+    read.remove("partitions")  # of exchanges through windows alone
     assert sorted(attributes.keys() - {"backend_config"}) == sorted(read)
     with jax.default_matmul_precision("tensorfloat32"):
         assert only_call(gemm, X, K)[0]["tf32"] == "true"
