@@ -20,7 +20,7 @@ constexpr int64_t kTargets = 6;       // steps of the search for the time of the
 constexpr int64_t kLearning = 750;    // thousandths of a difference in time that are corrected
 constexpr int64_t kLearned = 5;       // placements that learn from the one before, and of
 constexpr int64_t kLearnedOfFew = 8;  // so many ranks:
-constexpr int64_t kFewRanks = 128;
+constexpr int64_t kRanksOfFew = 128;
 constexpr int64_t kBalances = 3;     // repairs of the best placement
 constexpr int64_t kNearMean = 1010;  // thousandths of the mean time that ranks may take
 
@@ -578,7 +578,7 @@ RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items
     const bool fits = placer.CutLong(items) && placer.MeanTime() <= middle;
     (fits ? high : low) = middle;
   }
-  const int64_t num_learned = problem.num_ranks <= kFewRanks ? kLearnedOfFew : kLearned;
+  const int64_t num_learned = problem.num_ranks <= kRanksOfFew ? kLearnedOfFew : kLearned;
   for (int64_t i = 0; i < num_learned; ++i) {
     Placer placer(problem, fillings, high);
     const bool is_fit = placer.CutLong(items);
