@@ -216,22 +216,18 @@ class Channel {
     for (const int64_t entry : key.devices) devices_.push_back(DeviceEntry::From(entry));
     request_ = {op, key.layout, {}, bytes_, kFirstCallDeadlines * shape.deadline};
     for (const DeviceEntry& entry : devices_) request_.processes.push_back(entry.process);
-    Status status = in_window_ ? shape.window(request_, &memory_)
-                    : in_slab_ ? Allocate(op, process)
-                               : AllocateOnDevices(op, devices_, bytes_, &memory_);
-    const DeviceScope restore;
-    if (shape.num_local > 1) {
-      cudaSetDevice(devices_[0].device);
-      if (status.ok()) {
-        status = MakeLocal(op, shape.num_local, shape.local_bytes, &locals_[0]);
-      }
-    } else {
-      for (size_t r = 0; r < devices_.size() && status.ok(); ++r) {
-        const auto rank = static_cast<int>(r);
-        if (devices_[r].process != process || (in_window_ && rank != shape.rank)) continue;
-        cudaSetDevice(devices_[r].device);
-        status = MakeLocal(op, 1, shape.local_bytes, &locals_[rank]);
-      }
+    Status status;
+    // First what is local: a rank that has no memory for it fails before others wait for it.
+    for (size_t r = 0; r < devices_.size() && status.ok(); r += shape.num_local) {
+      const auto rank = static_cast<int>(r);
+      if (devices_[r].process != process || (in_window_ && rank != shape.rank)) continue;
+      const DeviceScope scope(devices_[r].device);
+      status = MakeLocal(op, shape.num_local, shape.local_bytes, &locals_[rank]);
+    }
+    if (status.ok()) {
+      status = in_window_ ? shape.window(request_, &memory_)
+               : in_slab_ ? Allocate(op, process)
+                          : AllocateOnDevices(op, devices_, bytes_, &memory_);
     }
     if (!status.ok()) Free();
     return status;

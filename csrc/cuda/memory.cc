@@ -310,7 +310,6 @@ Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& 
     }
     if (status.ok()) status = ClearOnDevice(op, *block, bytes);
   }
-  if (!status.ok()) FreeOnDevices(devices, *memory);
   return status;
 }
 

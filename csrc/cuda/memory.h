@@ -66,7 +66,8 @@ struct DeviceEntry {
   }
 };
 
-// Memory on GPUs of this process. For N ranks on one GPU, N blocks there.
+// Memory on GPUs of this process. For N ranks on one GPU, N blocks there. After an error, what
+// `memory` has is to be freed.
 Status AllocateOnDevices(const std::string& op, const std::vector<DeviceEntry>& devices,
                          int64_t bytes, std::vector<char*>* memory);
 // Clear and copy memory of the current device, and wait.

@@ -387,6 +387,8 @@ const Fault kFaults[] = {
      [](Job* job) { job->calls[0].refuses = "request"; }},
     {"has no communicator for the ranks: not this clique. Pass another", kMake,
      [](Job* job) { job->calls[0].refuses = "get"; }},
+    {"allocating a channel's state failed: as asked", kMake,
+     [](Job*) { fake_allocations_left = 0; }},
     {"ncclMemAlloc of ", kMake, [](Job*) { nccl->fails = "ncclMemAlloc"; }},
     {"ncclCommWindowRegister failed: as asked. NCCL_DEBUG=WARN prints", kMake,
      [](Job*) { nccl->fails = "ncclCommWindowRegister"; }},
@@ -424,6 +426,21 @@ void CheckFaults() {
     nccl->fails = "";
     nccl->blocks = nccl->has_windows = true;
     nccl->unreached = -1;
+    fake_allocations_left = 1 << 30;
+  }
+}
+
+// A call whose devices have too little memory leaves none of it taken, nor frees it twice, and may
+// be run again.
+void CheckFullDevices() {
+  kernels::Rng rng(7);
+  World world = kernels::RandomWorld(rng, true, 2);
+  for (int left = 0; left < 6; ++left) {  // two for each rank's own state, then one of each rank
+    Job job(&world, "devices", 100 + 10 * left);
+    fake_allocations_left = left;
+    CHECK(job.Run(0, kMake).find(": allocating ") != std::string::npos);
+    fake_allocations_left = 1 << 30;
+    job.Succeed(kMake);
   }
 }
 
@@ -483,6 +500,7 @@ int main(int argc, char** argv) {
   CheckPlanErrors();
   CheckDestroyedBuffers();
   CheckFaults();
+  CheckFullDevices();
   CheckOtherCalls();
   CheckNewCommunicator();
   std::puts("ok");

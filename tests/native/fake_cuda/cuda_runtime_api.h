@@ -2,6 +2,7 @@
 // what is enqueued at once, and all devices reach all memory.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -9,6 +10,7 @@
 enum cudaError_t {
   cudaSuccess,
   cudaErrorNotReady,
+  cudaErrorMemoryAllocation,
   cudaErrorPeerAccessAlreadyEnabled,
   cudaErrorTooManyPeers
 };
@@ -39,7 +41,9 @@ inline cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return *lowest = *highest = 0, cudaSuccess;
 }
 
+inline std::atomic<int> fake_allocations_left{1 << 30};  // before memory is full
 inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (fake_allocations_left-- <= 0) return cudaErrorMemoryAllocation;
   return *memory = std::aligned_alloc(256, (bytes + 255) & ~size_t{255}), cudaSuccess;
 }
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
