@@ -38,9 +38,6 @@ class Implementation:
     platform: str | None  # the platform whose devices it serves; None: all
     # Whether ranks of one group may be in several processes; None: in any number
     spans_processes: bool | None
-    # Whether XLA's collectives move the data; code that has such collectives of its own uses them
-    # instead of a dispatch
-    is_collectives: bool = False
     # From the devices of the ranks, in as many processes as it serves, why it does not reach all of
     # them, or None
     why_unreached: Callable[[Groups], str | None] = lambda groups: None
@@ -213,7 +210,6 @@ XLA = Implementation(
     name="xla",
     platform=None,
     spans_processes=True,
-    is_collectives=True,
     serves=lambda: (
         "XLA's collectives, on every platform; a rank may hold all ranks' rows, and a plan that "
         "does not fit gives NaN, not an error"
