@@ -4,6 +4,7 @@ All ranks are on one GPU, so the results say nothing about NVLink. Expected: 8 c
 more of the speed of one GEMM of 8192^3, and overlap takes less time than the same steps without.
 """
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -16,7 +17,12 @@ from jax_cp_dispatch import gemm
 from jax_cp_dispatch._ranks import runtime
 from jax_cp_dispatch._ranks.communicator import Communicator
 from jax_cp_dispatch._ranks.gpu import all_ranks_here
-from jax_cp_dispatch.buffers import CommOverlapConfig, CommOverlapMethod, CommOverlapType
+from jax_cp_dispatch.buffers import (
+    CommOverlapConfig,
+    CommOverlapMethod,
+    CommOverlapType,
+    read_config,
+)
 from jax_cp_dispatch.comm_gemm.primitive import (
     GemmCall,
     GemmOperands,
@@ -53,6 +59,28 @@ def run_all_ranks(call, x, w):
     attributes = gpu_attributes(call, of_rank) | all_ranks_here()
     handler = jax.ffi.ffi_call(runtime.GEMM_TARGET, shapes)
     return handler(jnp.int32(0), jnp.int32(0), *given, **attributes)[0]
+
+
+def all_ranks(size, num_ranks, method, kind):
+    """Returns a program of all ranks, and its operands."""
+    own = size // num_ranks
+    rows, columns = (num_ranks, own, size), (num_ranks, size, own)
+    gathers = kind == CommOverlapType.AG
+    overlap = CommOverlapConfig(kind, method)
+    if method != CommOverlapMethod.NONE:  # with the method's defaults, and without a buffer
+        given = {"comm_type": kind, "method": method, "buffer_dtype": "float32"}
+        overlap = read_config("benchmark", buffer_shape=(size, size), **given)
+        overlap = dataclasses.replace(overlap, buffer_shape=None)
+    call = GemmCall(
+        op="benchmark",
+        out_shape=(size, own) if gathers else (own, size),
+        out_dtype="bfloat16",
+        comm=Communicator(axis_names=("tp",), num_ranks=num_ranks),
+        overlap=overlap,
+        row_counts=(own,) * num_ranks,
+    )
+    x, w = (rows, columns) if gathers else (columns, rows)
+    return jax.jit(functools.partial(run_all_ranks, call)), numbers(*x), numbers(*w)
 
 
 def speed(name, seconds, flops, **more):
@@ -112,26 +140,8 @@ def hidden(size, num_ranks, method, kind, repeats):
     One GPU computes the chunks of all ranks and copies for all of them. Copies that are exposed on
     its streams may be hidden by another rank's GEMM, so only the total time is compared.
     """
-    gathers = kind == CommOverlapType.AG
-    k, n = (size, size // num_ranks) if gathers else (size // num_ranks, size)
-    own = size // num_ranks
-    x = numbers(num_ranks, own if gathers else size, k)
-    w = numbers(num_ranks, k, n)
-
-    def program(method):
-        call = GemmCall(
-            op="benchmark",
-            lhs_boundary=1,
-            rhs_boundary=1,
-            out_shape=(size if gathers else own, n),
-            out_dtype="bfloat16",
-            comm=Communicator(axis_names=("tp",), num_ranks=num_ranks),
-            overlap=CommOverlapConfig(kind, method),
-            row_counts=(own,) * num_ranks,
-        )
-        return jax.jit(functools.partial(run_all_ranks, call))
-
-    overlapped, one_by_one = program(method), program(CommOverlapMethod.NONE)
+    overlapped, x, w = all_ranks(size, num_ranks, method, kind)
+    one_by_one, *_ = all_ranks(size, num_ranks, CommOverlapMethod.NONE, kind)
     seconds, without = (
         common.seconds_in_a_row(functools.partial(run, x, w), repeats)
         for run in (overlapped, one_by_one)

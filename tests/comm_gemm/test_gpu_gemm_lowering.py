@@ -1,7 +1,9 @@
 """GEMMs lowered for GPUs without a GPU: attributes of the custom calls, and fallbacks to XLA."""
 
+import importlib
 import pathlib
 import re
+import sys
 import types
 import warnings
 from functools import partial
@@ -26,6 +28,8 @@ from jax_cp_dispatch._ranks.gpu import Slabs  # inner: the same
 
 W, ORDER = 4, [3, 1, 0, 2]
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+gpu_gemm = importlib.import_module("gpu_gemm")
 SCRATCH = 255 + (32 << 20)
 X, Y, K = (np.zeros(shape, np.float32) for shape in ((8, 32), (32, 32), (32, 16)))
 N = 16
@@ -168,3 +172,23 @@ def test_ranks_over_the_network_use_xla_and_neighbours_do_not(monkeypatch):
     monkeypatch.setattr(lowering, "mesh_groups", lambda *_: (devices,))
     assert said in fallen(gather(), Y, K)
     assert calls(lowered(gemm, X, K))  # a single rank
+
+
+@pytest.mark.parametrize("kind, method", gpu_gemm.OVERLAPS)
+def test_one_gpu_that_holds_all_ranks(kind, method):
+    """The benchmark's call is that of one rank, but for the dimension of ranks."""
+    program, x, w = gpu_gemm.all_ranks(64, W, method, kind)
+    whole = jnp.zeros((64, 64), x.dtype)
+    of_rank = (gather if kind.name == "AG" else scatter)(method=method, deadline=60.0)
+    found, wanted = lowered(program, x, w), lowered(of_rank, whole, whole)
+    of_ranks = {"op", "axis", "device_table", "site", "backend_config"}
+    (attributes, _), (of_one, _) = *calls(found), *calls(wanted)
+    assert attributes["device_table"] == "dense<-1>"
+    assert {k: v for k, v in attributes.items() if k not in of_ranks} == {
+        k: v for k, v in of_one.items() if k not in of_ranks
+    }
+    arrays = lambda text: re.findall(
+        "tensor<(.*?)>", re.findall(r"@jax_cp_dispatch\.gemm\(.*\} : (.*)", text)[0]
+    )
+    unused = ("i32", "1xf32")  # numbers of the rank and group, and what a call does not have
+    assert arrays(found) == [x if x in unused else f"{W}x{x}" for x in arrays(wanted)]

@@ -9,12 +9,16 @@ import pathlib
 import sys
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import placement_bounds as bounds
 import pytest
 from attention_oracle import masked_attention, masked_attention_gradients
 from in_ci import in_ci
+from jax.sharding import Mesh, PartitionSpec as P
+
+from jax_cp_dispatch import all_gather_matmul, matmul_reduce_scatter
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -247,17 +251,28 @@ def test_every_workload_is_measured_and_every_failure_has_a_reason(results):
             assert row["ms"] > 0 and len(errors) in (1, 4) and all(0 < x < 0.02 for x in errors)
 
 
+def on_devices(call, x, w):
+    """Runs `run_all_ranks` of gpu_gemm on CPU devices, by the public function of the same call."""
+    of_rank = all_gather_matmul if call.overlap.gathers else matmul_reduce_scatter
+    multiply = partial(of_rank, axis_name="tp", method=call.overlap.method)
+    ranks, mesh = P("tp"), Mesh(np.array(jax.devices()[: len(x)]), ("tp",))
+    each = lambda x, w: multiply(x[0], w[0])[None]
+    return jax.shard_map(each, mesh=mesh, in_specs=(ranks, ranks), out_specs=ranks)(x, w)
+
+
 @in_ci
 @pytest.mark.parametrize(
-    "program, sizes, failures",
+    "program, options, failures",
     [
-        (gpu_exchange, "--bytes 2097152", []),
-        (gpu_gemm, "--size 64", []),
-        (gpu_profile, "--size 64 --bytes 1048576", ["profile"]),  # which needs a GPU
+        (gpu_exchange, "--bytes 2097152 --implementation xla", []),
+        (gpu_gemm, "--size 64 --implementation in_process", []),
+        # The profile needs a GPU.
+        (gpu_profile, "--size 64 --bytes 1048576 --implementation xla", ["profile"]),
     ],
 )
-def test_programs_of_one_gpu_run_by_xla(program, sizes, failures, results):
-    code, rows = results(program, f"{sizes} --implementation xla")
+def test_programs_of_one_gpu_run_without_one(program, options, failures, results, monkeypatch):
+    monkeypatch.setattr(gpu_gemm, "run_all_ranks", on_devices)
+    code, rows = results(program, options)
     assert code == bool(failures)
     assert [row["what"] for row in rows if "error" in row] == failures and len(rows) > 2
 
