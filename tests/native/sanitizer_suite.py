@@ -4,7 +4,6 @@ And the mutants that check the model of `test_weak_memory.py`.
 Not part of the suite: `./run sanitizers` runs it, as continuous integration does.
 """
 
-import functools
 import subprocess
 
 import pytest
@@ -41,16 +40,20 @@ def require_sanitizer(option, folder):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Maps a sanitizer to the program of its tests, which is built once."""
+    """Maps a sanitizer to the program of its tests, which is built once, also if it fails."""
+    built = {}
 
-    @functools.cache
     def build(sanitizer):
-        folder = tmp_path_factory.mktemp("native")
-        options = [f"-fsanitize={sanitizer}", "-g1", "-fno-sanitize-recover=all"]
-        if "undefined" in sanitizer:  # traps compile faster than messages
-            options.append("-fsanitize-undefined-trap-on-error")
-        require_sanitizer(options[0], folder)
-        return native.build(folder, TESTS[sanitizer], *options)
+        if sanitizer not in built:
+            folder = tmp_path_factory.mktemp("native")
+            options = [f"-fsanitize={sanitizer}", "-g1", "-fno-sanitize-recover=all"]
+            if "undefined" in sanitizer:  # traps compile faster than messages
+                options.append("-fsanitize-undefined-trap-on-error")
+            require_sanitizer(options[0], folder)
+            built[sanitizer] = None
+            built[sanitizer] = native.build(folder, TESTS[sanitizer], *options)
+        assert built[sanitizer], "it did not compile for the first of these tests"
+        return built[sanitizer]
 
     return build
 

@@ -24,7 +24,7 @@ ALWAYS = (
     ROOT / "csrc/cuda/errors.cc",
     *(ROOT / "tests/native" / name for name in ("main.cc", "stress.cc")),
 )
-SOURCES = [["numerics", "transport", "dispatch", "gemm", "gpu_schedule"], ["planner"]]
+FOLDERS = "numerics", "transport", "dispatch", "gemm", "gpu_schedule", "planner"
 
 
 def compile_(folder, *arguments):
@@ -45,14 +45,13 @@ def library_of_the_package():
 
 
 def build(folder, tests, *options, core=None):
-    """Compiles these tests in one piece, and without a library `core` its sources in two.
+    """Compiles these tests in one piece, and without a library `core` each folder of its sources.
 
     Standard headers and templates take most of the time.
     """
     tests = sorted(tests, key=lambda name: "attention" in name)  # has a `Round` of its own
     units = [[*ALWAYS, *(ROOT / f"tests/native/{name}.cc" for name in tests)]]
-    for folders in [] if core else SOURCES:
-        units.append([x for name in folders for x in sorted((ROOT / "csrc" / name).glob("*.cc"))])
+    units += [sorted((ROOT / "csrc" / x).glob("*.cc")) for x in (() if core else FOLDERS)]
     for number, files in enumerate(units):
         text = "".join(f'#include "{file}"\n' for file in files)
         (folder / f"unit_{number}.cc").write_text(text)
