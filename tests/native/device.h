@@ -9,16 +9,11 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
+#include "call_order.h"
 #include "device_world.h"
-#include "kernels/exchange.h"
-#include "kernels/plan.h"
-#include "kernels/push.h"
-#include "kernels/push_take.h"
-#include "kernels/small.h"
-#include "kernels/sum.h"
-#include "kernels/unpack.h"
 
 namespace cpd::kernels {
 
@@ -86,70 +81,15 @@ inline void RunSmallCall(const Call& call, int num_threads, int num_resident = 0
   for (std::thread& place : places) place.join();
 }
 
-// The work of a device's stream for one call, in the order of csrc/cuda/call_kernels.h. Calls
-// `meet` after this device has signalled and before it waits; not in a small call, which does both
-// in one kernel.
+// The work of a device's stream for one call. Calls `meet` after this device has signalled and
+// before it waits; not in a small call, which does both in one kernel.
 template <typename Fabric = Mapped>
 void RunCall(const Call& call, int blocks, int threads, const std::function<void()>& meet = [] {}) {
-  constexpr bool kSignalsLast = !Fabric::kHasNetwork;
-  if (kSignalsLast && call.is_small) {
-    RunSmallCall(call, threads);
-    return;
-  }
-  LaunchRanks<PlanScratch>(call, 1, threads, [](const Block& b, const Rank& rank, PlanScratch* s) {
-    Prepare<Fabric>(b, rank, s);
-    if (!kSignalsLast || rank.call.is_dispatch || !HoldsAllRanks(rank.call)) return;
-    b.Sync();
-    Signal(b, rank);
-  });
-  if (call.is_dispatch) {
-    if constexpr (Fabric::kHasNetwork) {
-      LaunchRanks<int>(call, blocks, threads,
-                       [](const Block& b, const Rank& rank, int*) { StageToPut(b, rank); });
-      LaunchRanks<int>(call, blocks, threads,
-                       [](const Block& b, const Rank& rank, int*) { Put<Fabric>(b, rank); });
-    }
-    struct Scratch : PushTakeScratch {
-      bool is_last;
-    };
-    LaunchRanks<Scratch>(call, blocks, threads, [](const Block& b, const Rank& rank, Scratch* s) {
-      if (kSignalsLast && !HoldsAllRanks(rank.call)) return RunPushTake(b, rank, s);
-      Push<Fabric>(b, rank, &s->push);
-      if (kSignalsLast) SignalLast(b, rank, &s->is_last);
-    });
-  } else if (!HoldsAllRanks(call)) {
-    LaunchRanks<bool>(call, blocks, threads, [](const Block& b, const Rank& rank, bool* is_last) {
-      Stage(b, rank);
-      if (kSignalsLast) SignalLast(b, rank, is_last);
-    });
-  }
-  if constexpr (!kSignalsLast) {
-    LaunchRanks<int>(call, 1, threads, [](const Block& b, const Rank& rank, int*) {
-      Fabric::Enter(rank.rank());
-      Signal<Fabric>(b, rank);
-    });
-  }
-  meet();
-  LaunchRanks<MeetScratch>(call, 1, threads, [](const Block& b, const Rank& rank, MeetScratch* s) {
-    Wait<Fabric>(b, rank, s);
-  });
-  if (call.is_dispatch) {
-    LaunchRanks<UnpackScratch>(
-        call, blocks, threads,
-        [](const Block& b, const Rank& rank, UnpackScratch* s) { Unpack(b, rank, s); });
-  } else {
-    if constexpr (Fabric::kHasNetwork) {
-      LaunchRanks<int>(call, blocks, threads,
-                       [](const Block& b, const Rank& rank, int*) { Fetch<Fabric>(b, rank); });
-      LaunchRanks<int>(call, 1, 1, [](const Block&, const Rank& rank, int*) {
-        Fabric::Enter(rank.rank());
-        Fabric::Quiet();
-      });
-    }
-    LaunchRanks<SumScratch>(
-        call, blocks, threads,
-        [](const Block& b, const Rank& rank, SumScratch* s) { Pull<Fabric>(b, rank, s); });
-  }
+  if (!Fabric::kHasNetwork && call.is_small) return RunSmallCall(call, threads);
+  const auto launch = [&](int num_blocks, auto* scratch, const auto& kernel) {
+    LaunchRanks<std::remove_pointer_t<decltype(scratch)>>(call, num_blocks, threads, kernel);
+  };
+  LaunchInOrder<Fabric>(call, blocks, launch, meet);
 }
 
 // Calls `run` for each rank but `absent`, concurrently.

@@ -3,13 +3,7 @@
 // ranks in one launch.
 #include <cstring>
 
-#include "kernels/exchange.h"
-#include "kernels/plan.h"
-#include "kernels/push.h"
-#include "kernels/push_take.h"
-#include "kernels/small.h"
-#include "kernels/sum.h"
-#include "kernels/unpack.h"
+#include "../call_order.h"
 #include "model.h"
 
 namespace cpd::kernels {
@@ -35,17 +29,13 @@ alignas(256) char local[kRanks * kLocalBytes];
 alignas(16) uint64_t tokens[kRanks][kTokens][kWords], buffers[kRanks][kCapacity][kWords];
 ErrorRecord errors[kRanks];
 
-union Scratch {
+union alignas(16) Scratch {
   PlanScratch plan;
-  PushTakeScratch push;
+  MoveScratch move;
   MeetScratch meet;
   UnpackScratch unpack;
   SumScratch sum;
   SmallScratch small;
-  bool is_last;
-};
-struct Memory {
-  alignas(16) Scratch scratch;
   bool is_last;
 } memory[kRanks][kBlocks];
 
@@ -133,7 +123,6 @@ class Thread {
 
  private:
   bool IsFirst() const { return block_ == 0 && thread_ == 0; }
-  Memory& Mine() const { return memory[rank_][block_]; }
   Rank ThisRank() const { return {call_, scenario_.is_one_launch ? rank_ : 0}; }
 
   Block ThisBlock(int num_blocks) const {
@@ -147,35 +136,17 @@ class Thread {
   // One block of each rank, or all of them.
   template <typename Kernel>
   void Launch(int num_blocks, Kernel kernel) {
-    if (block_ < num_blocks) kernel(ThisBlock(num_blocks), ThisRank(), &Mine().scratch);
+    if (block_ < num_blocks) kernel(ThisBlock(num_blocks), ThisRank(), &memory[rank_][block_]);
     EndOfKernel();
   }
 
-  // In the order of csrc/cuda/call_kernels.h.
   void RunInSeveral() {
-    bool* is_last = &Mine().is_last;
-    Launch(1, [](const Block& b, const Rank& rank, Scratch* s) {
-      Prepare(b, rank, &s->plan);
-      if (rank.call.is_dispatch || !HoldsAllRanks(rank.call)) return;
-      b.Sync();
-      Signal(b, rank);
-    });
-    if (call_.is_dispatch) {
-      Launch(kBlocks, [=](const Block& b, const Rank& rank, Scratch* s) {
-        if (!HoldsAllRanks(rank.call)) return RunPushTake(b, rank, &s->push);
-        Push(b, rank, &s->push.push);
-        SignalLast(b, rank, is_last);
+    const auto launch = [&](int num_blocks, auto* scratch, const auto& kernel) {
+      Launch(num_blocks, [&](const Block& b, const Rank& rank, Scratch* s) {
+        kernel(b, rank, reinterpret_cast<decltype(scratch)>(s));
       });
-    } else if (!HoldsAllRanks(call_)) {
-      Launch(kBlocks, [=](const Block& b, const Rank& rank, Scratch*) {
-        Stage(b, rank);
-        SignalLast(b, rank, is_last);
-      });
-    }
-    Launch(1, [](const Block& b, const Rank& rank, Scratch* s) { Wait(b, rank, &s->meet); });
-    Launch(kBlocks, [](const Block& b, const Rank& rank, Scratch* s) {
-      rank.call.is_dispatch ? Unpack(b, rank, &s->unpack) : Pull(b, rank, &s->sum);
-    });
+    };
+    LaunchInOrder<Mapped>(call_, kBlocks, launch, [] {});
   }
 
   void RunInOne() {
