@@ -121,7 +121,6 @@ NB_MODULE(_nvshmem, m) {
         cpd::Start(rank, num_ranks, bytes, device);
       },
       arg("rank"), arg("num_ranks"), arg("id"), arg("device"));
-  m.def("is_running", &cpd::IsRunning);
   m.def("make_slab", &cpd::MakeSlab, arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
   m.def("launcher", &cpd::Launcher, arg("device"),
         "Returns the launcher of calls between GPUs that do not map each other's memory.");
