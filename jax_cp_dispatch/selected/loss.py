@@ -331,7 +331,7 @@ def _losses_of_chunk(task: _Loss, keys: _Keys, chunk: _Chunk) -> tuple[Array, ..
     whole = lse
     if keys.sinks is not None:
         whole = jnp.logaddexp(lse, keys.sinks[chunk.group][None].astype(lse.dtype))
-    lse = whole + jnp.log(jnp.sum(jnp.exp(lse - whole), axis=1, keepdims=True))
+    lse = whole + jax.nn.logsumexp(lse - whole, axis=1, keepdims=True)
 
     def add_terms(i, loss):
         tile = _tile(task, chunk, keys, i)

@@ -379,7 +379,8 @@ def test_index_loss(case):
             picks if case.groups > 1 else picks[:, :, None], ids, case.within, block
         )
     q, k, _ = drawn(case, ids.shape)
-    sink = jnp.asarray(SINK) if case.groups > 1 else None
+    # Sinks may take all of the weights: exp(logit - sink) is 0 in float32.
+    sink = np.array(SINK) + 110 * (case.order == "zigzag") if case.groups > 1 else None
     softmax: Any = {"scale": case.of_attention.get("scale"), "sink": sink,
                     "cap": case.of_attention.get("logit_soft_cap")}  # fmt: skip
     relu = case.options.get("relu", True)
