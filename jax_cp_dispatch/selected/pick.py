@@ -250,7 +250,7 @@ def _largest(keys: Any, num_columns: int) -> tuple[Array, Array]:
 
     # The k-th largest key, two bits at a time; or a lower bound of k keys; or 0 for fewer.
     first = jnp.zeros_like(keys[:, 0])
-    is_found = counts_from([first + one, first + one + one])[0] <= num_columns
+    is_found = counts_from([first + one])[0] <= num_columns
     state = vary_alike([jnp.int32(0)], like=keys)[0], first, is_found
     is_open = lambda state: (2 * state[0] < num_bits) & ~state[2].all()
     bound = lax.while_loop(is_open, add_bits, state)[1][:, None]
