@@ -248,6 +248,7 @@ def both_copies(segment_ids: Integer[Array | np.ndarray, "B T"], size: int) -> B
       size: tokens of a block of diffusion.
     """
     check_annotated("both_copies", both_copies, {"segment_ids": segment_ids})
+    check_positive("both_copies", size=size)
     segment_ids = gathered(segment_ids)
     xp: Any = jnp if has_tracers(segment_ids) else np
     ids, start, end = (xp.repeat(x, 2, axis=1) for x in (segment_ids, *_runs(segment_ids)))

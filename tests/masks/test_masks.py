@@ -349,6 +349,7 @@ CASES = {
         (lambda: BlockDiffusion(IDS, 0), "size is 0; it needs to be at least 1"),
         (lambda: BlockDiffusion(IDS, 2), "document at column 0 has 3 tokens; .* of equal length"),
     ],
+    "both_copies": [(lambda: both_copies(IDS, 0), "size is 0; it needs to be at least 1")],
     "PrefixLM": [],
     "SharedPrefix": [
         (lambda: SharedPrefix(np.array([[0, 1, 2, 1]])), "completion 1 begins again at column 3")
