@@ -237,7 +237,10 @@ def read_operands(
         return operands, dataclasses.replace(expansion, value_size=int(value_size))
     if expand is None:
         if v is None:
-            raise TypeError(f"{op}: v is missing. Pass k and v, or latent rows with expand=.")
+            raise TypeError(
+                f"{op}: v is missing. Pass k and v, latent rows with expand=, or value_size= if "
+                "the values are the first features of the keys."
+            )
         step = "For queries and keys of different lengths, use local_attention on one device."
         check_annotated(op, _Keys, {"q": q, "k": k, "v": v}, {"k": step})
         return Operands(q, k, v, sink), None

@@ -67,7 +67,8 @@ def select_keys(
       algorithm: "placed", "balanced", "halo" or "auto".
       mask: a mask of numbers that sees one range of keys; None is causal, or the plan's.
       documents, segment_ids, positions: as in `context_parallel_attention`.
-      head_axis: of global arrays: mesh axis over which the groups are sharded, or several.
+      head_axis: of global arrays: mesh axis over which the groups are sharded, or several. Without
+        groups it has no effect: its devices repeat the work.
     Returns:
       Positions in the query's document, divided by `block`: int32 `[B, T, num_keys]`, or `[B, T, G,
       num_keys]`; ascending, and -1 after the last. Sharded as q_index. All -1 for padding.

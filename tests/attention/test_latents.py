@@ -136,7 +136,7 @@ TWO_LEVELS = {
     [
         ({"v": Q, "expand": keys()}, TypeError, "got v with expand. Pass latent rows in place of"),
         ({"expand": 3}, TypeError, "expand is of type int. Pass a function"),
-        ({"expand": None}, TypeError, "v is missing. Pass k and v, or latent rows with expand="),
+        ({"expand": None}, TypeError, "v is missing. Pass k and v, latent rows with expand=, or"),
         ({"k": Q, "v": Q, "weights": ROWS, "expand": None}, TypeError, "weight_specs without exp"),
         ({"expand": lambda w, x: x}, TypeError, "expand returned .* it needs to return \\(k, v"),
         ({"expand": keys(rows=8)}, ValueError, "R = 16 rows. Each row is expanded alone"),
