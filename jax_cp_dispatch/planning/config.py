@@ -103,7 +103,8 @@ class PlanConfig:
             speeds = tuple(map(float, self.rank_speeds))
         except (TypeError, ValueError, OverflowError):
             speeds = ()
-        if not speeds or not all(math.isfinite(x) and x > 0 for x in speeds):
+        # The planner reads millionths of the fastest, and shares are parts of the sum.
+        if not speeds or min(speeds) <= 0 or not math.isfinite(1e6 * sum(speeds)):
             raise ValueError(
                 f"{op}: rank_speeds is {self.rank_speeds!r}; it needs one positive number per "
                 "rank, or None for equal speeds."

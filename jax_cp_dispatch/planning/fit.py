@@ -31,7 +31,7 @@ def fit_plan_config(
     columns: int | None = None,
     mask: Mask | str | Sequence[Mask] | None = None,
     masks: Sequence[Mask | str] | Sequence[Sequence[Mask | str]] | None = None,
-    layers: Sequence[int | float] | None = None,
+    layers: Sequence[int | float | np.number] | None = None,
     num_groups: int = 1,
     config: PlanConfig = PlanConfig(),
 ) -> PlanConfig:

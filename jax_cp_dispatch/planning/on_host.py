@@ -260,7 +260,7 @@ def plan_attention(
     columns: int | None = None,
     mask: Mask | str | None = None,
     masks: Sequence[Mask | str] | None = None,
-    layers: Sequence[int | float] | None = None,
+    layers: Sequence[int | float | np.number] | None = None,
     config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
     rank: int | None = None,

@@ -330,7 +330,7 @@ def place_tokens(
     columns: int | None = None,
     mask: Mask | str | None = None,
     masks: Sequence[Mask | str] | None = None,
-    layers: Sequence[int | float] | None = None,
+    layers: Sequence[int | float | np.number] | None = None,
     config: PlanConfig = PlanConfig(),
     fallback: str | None = None,
     num_groups: int = 1,

@@ -165,7 +165,7 @@ _MOST_LAYERS = 2**15  # so that sums of pairs keep 64 bits
 
 
 def read_layers(
-    op: str, mask: Any, masks: Sequence[Any] | None, layers: Sequence[int | float] | None
+    op: str, mask: Any, masks: Sequence[Any] | None, layers: Sequence[Any] | None
 ) -> tuple[list[Any], tuple[int, ...]]:
     """Reads `mask=`, `masks=` and `layers=`; these become integers without a common factor."""
     if masks is None:
@@ -182,7 +182,7 @@ def read_layers(
             f"{op}: layers is {layers!r} for {len(masks)} masks. Pass one number for each mask."
         )
     try:
-        exact = [Fraction(x) for x in layers]
+        exact = [Fraction(x.item() if isinstance(x, np.generic) else x) for x in layers]
     except (TypeError, ValueError, OverflowError):
         exact = []
     if not exact or min(exact) <= 0:

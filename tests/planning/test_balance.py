@@ -409,7 +409,7 @@ def test_where_links_cost_nothing_work_is_balanced(make):
         assert np.array_equal(plan.run_row, expected.run_row)
 
 
-@pytest.mark.parametrize("layers", [(16384, 278528), (0.125, 2.125)])
+@pytest.mark.parametrize("layers", [(16384, 278528), (np.float32(0.125), 2.125)])
 def test_a_plan_balances_costs_of_several_masks(layers):
     """An index that scores all keys, and attention that reads 2048 of them."""
     lengths, masks = [50000, 9000, 20000, 3000, 600] * 2, ("causal", SlidingWindow(2048))

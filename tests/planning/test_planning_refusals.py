@@ -114,7 +114,15 @@ CASES = {
                 lambda speeds=speeds: config_of(rank_speeds=speeds),
                 "rank_speeds is .*; it needs one positive number per rank",
             )
-            for speeds in (("a", 1), 5, (), (1.0, 0.0), (1.0, float("nan")), (10**400,))
+            for speeds in (
+                ("a", 1),
+                5,
+                (),
+                (1.0, 0.0),
+                (1.0, float("nan")),
+                (10**400,),
+                (1e305, 1e305),
+            )
         ),
     ],
     "fit_plan_config": [
