@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ from jax_cp_dispatch.__main__ import main
 from jax_cp_dispatch.cost import HARDWARE
 from jax_cp_dispatch.masks import BlockCausal
 
+ROOT = pathlib.Path(__file__).parents[2]
 ROWS = [[700, 200], [50] * 18]
 
 
@@ -115,6 +117,17 @@ def test_the_command_chooses_as_choose_algorithm(plan, hardware, mask):
     choice = choose_algorithm(ROWS, mask=of_mask, hardware=HARDWARE[hardware], **sizes)
     assert choice.reason in " ".join(said.out.split())
     assert re.search(rf"^  \* {choice.algorithm.name}", said.out, re.M)
+
+
+def test_the_page_shows_what_the_command_prints(plan, tmp_path):
+    (shown,) = re.findall(
+        r"```text\n(.*?)```", (ROOT / "docs" / "plan_command.md").read_text(), re.DOTALL
+    )
+    batches = json.loads((ROOT / "tests" / "data" / "lengths" / "dist_wlbllm.json").read_text())
+    lengths = next(x["lengths"] for x in batches if (x["tokens"], x["seed"]) == (524_288, 0))
+    (tmp_path / "published.json").write_text(json.dumps(lengths))
+    _, said = plan("published.json", "--ranks", 16, "--tokens-per-rank", 32768)
+    assert set(shown.splitlines()) <= set(said.out.splitlines())
 
 
 def test_a_window_shows_its_halo(plan):
