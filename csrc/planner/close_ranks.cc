@@ -198,7 +198,7 @@ class Closer {
         const Wide share = static_cast<Wide>(work_left_) * speeds[order[i]] / speed_left;
         CloseWithRest(static_cast<int64_t>(share));
       }
-      for (const Piece& piece : *pieces_) work_left_ -= Work(piece);
+      work_left_ -= problem_.WorkOf(*pieces_);
       speed_left -= speeds[order[i]];
     }
     Release();

@@ -154,19 +154,13 @@ class WorkSearch {
     PlacementProblem conceded = problem_;
     for (size_t r = 0; r < conceded.limits.size(); ++r) {
       if (!attempt->may_exceed[r]) continue;
-      conceded.limits[r] = std::max(conceded.limits[r], WorkOf(attempt->ranks[r]));
+      conceded.limits[r] = std::max(conceded.limits[r], problem_.WorkOf(attempt->ranks[r]));
     }
     for (const PlacementProblem& problem : {std::cref(conceded), std::cref(problem_)}) {
       RepairBalance(problem, &attempt->ranks);
       attempt->cost = CostOf(problem_, attempt->ranks);
       consider();
     }
-  }
-
-  int64_t WorkOf(const std::vector<Piece>& pieces) const {
-    int64_t work = 0;
-    for (const Piece& piece : pieces) work += problem_.Work(piece);
-    return work;
   }
 
   // With this much work, a rank can hold any tokens of the document.

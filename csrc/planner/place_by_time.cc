@@ -33,6 +33,17 @@ int64_t StepTime(const PlacementProblem& problem, int64_t work, const LinkTimes&
   return work + problem.Waits(work, exchange);
 }
 
+// Of each rank.
+std::vector<int64_t> StepTimes(const PlacementProblem& problem, const RankPieces& ranks) {
+  const std::vector<LinkRows> links = ListLinks(problem, ranks);
+  std::vector<int64_t> times;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const int64_t work = problem.TimeOf(problem.WorkOf(ranks[r]), static_cast<int32_t>(r));
+    times.push_back(StepTime(problem, work, links[r].Times(problem.key_time)));
+  }
+  return times;
+}
+
 // The rows of a document that ranks need, each as often as ranks need it.
 class SumOfNeeds {
  public:
@@ -257,6 +268,7 @@ class Placer {
         room_(problem.num_ranks, problem.tokens_per_rank),
         time_(problem.num_ranks),
         load_(problem.num_ranks),
+        filling_(problem.num_ranks),
         left_(problem.num_ranks / size_, target * size_),
         links_(problem.num_ranks) {}
 
@@ -270,24 +282,30 @@ class Placer {
     int64_t tokens = 0;
     for (const Piece& item : whole_) work += problem_.Work(item), tokens += item.num_tokens();
     mean_filling_ = static_cast<int64_t>(work / std::max<int64_t>(1, tokens));
-    fillers_ = problem_.num_ranks * problem_.tokens_per_rank - tokens;
-    for (const Piece& item : to_cut) fillers_ -= item.num_tokens();
+    int64_t fillers = problem_.num_ranks * problem_.tokens_per_rank - tokens;
+    for (const Piece& item : to_cut) fillers -= item.num_tokens();
+    fillers_.push_back(fillers);
+    for (auto item = whole_.rbegin(); item != whole_.rend(); ++item) {
+      fillers_.push_back(fillers += item->num_tokens());
+    }
     for (const Piece& item : to_cut) {
       cut_.push_back(item.document);
       if (!CutInNode(item) && !CutOverNodes(item)) {
         is_fit_ = false;
         gaps_.push_back(item);
       }
-      ReserveFilling();
     }
     return is_fit_;
   }
 
-  // The mean time of ranks, with the exchange of what is placed.
+  // The mean time of ranks, with the exchange of what is placed, once they are filled.
   int64_t MeanTime() const {
     Wide sum = 0;
-    for (int64_t load : load_) sum += load;
     for (const Piece& item : whole_) sum += problem_.Work(item);
+    for (int32_t r = 0; r < problem_.num_ranks; ++r) {
+      const int64_t filled = time_[r] + filling_[r];
+      sum += StepTime(problem_, filled, links_[r].Times(problem_.key_time)) - filling_[r];
+    }
     return static_cast<int64_t>(sum / problem_.num_ranks);
   }
 
@@ -319,12 +337,11 @@ class Placer {
   // Ranks of cut documents that took longer than the target get more room for what fills them,
   // others less.
   void Learn(Fillings* fillings) const {
-    const std::vector<LinkTimes> exchange = ExchangeTimes(problem_, ranks_);
+    const std::vector<int64_t> of_ranks = StepTimes(problem_, ranks_);
     std::vector<int64_t> times(problem_.lengths.size());
     for (int32_t r = 0; r < problem_.num_ranks; ++r) {
-      const int64_t time = StepTime(problem_, time_[r], exchange[r]);
       for (const Piece& piece : ranks_[r]) {
-        times[piece.document] = std::max(times[piece.document], time);
+        times[piece.document] = std::max(times[piece.document], of_ranks[r]);
       }
     }
     for (int32_t document : cut_) {
@@ -338,13 +355,14 @@ class Placer {
   int64_t Left(int32_t rank) const { return std::max<int64_t>(0, target_ - load_[rank]); }
 
   // Ranks with parts of longer documents, which move more keys, are to be filled with padding and
-  // the shortest others. Counts the work of a token that is left for the next rank.
-  void ReserveFilling() {
-    for (; num_reserved_ < whole_.size() && fillers_ < reserved_; ++num_reserved_) {
-      const Piece& item = whole_[whole_.size() - 1 - num_reserved_];
-      fillers_ += item.num_tokens();
-      filling_ = std::min(problem_.Work(item) / item.num_tokens(), mean_filling_);
-    }
+  // the shortest others; of one document, those with its last tails first. Returns the work of a
+  // token after so many of these.
+  int64_t FillingAfter(int64_t tokens) const {
+    const auto found = std::upper_bound(fillers_.begin(), fillers_.end(), tokens);
+    if (found == fillers_.begin()) return 0;
+    if (found == fillers_.end()) return mean_filling_;
+    const Piece& item = whole_[fillers_.end() - found - 1];
+    return std::min(problem_.Work(item) / item.num_tokens(), mean_filling_);
   }
 
   // After a change of its time or links.
@@ -369,8 +387,10 @@ class Placer {
     }
     const std::vector<LinkRows> links = cut.LinksOf(budgets, parts);
     for (size_t i = 0; i < parts.size(); ++i) {
-      links_[budgets[i].rank].Add(links[i]);
-      Count(budgets[i].rank);
+      const int32_t rank = budgets[i].rank;
+      links_[rank].Add(links[i]);
+      filling_[rank] = budgets[i].filling * room_[rank];
+      Count(rank);
     }
   }
 
@@ -402,10 +422,15 @@ class Placer {
   std::vector<Budget> BudgetsOf(const std::vector<int32_t>& ranks, size_t num, int64_t permille,
                                 int32_t document) const {
     std::vector<Budget> budgets;
+    int64_t reserved = reserved_;
     for (size_t i = 0; i < num; ++i) {
       const int32_t rank = ranks[i];
-      const int64_t filling =
-          problem_.TimeOf(std::max<int64_t>(0, filling_ + fillings_[document]), rank);
+      int64_t filling = FillingAfter(reserved);
+      if (ranks_[rank].empty()) {
+        reserved += room_[rank];
+        filling = (filling + FillingAfter(reserved)) / 2;
+      }
+      filling = problem_.TimeOf(std::max<int64_t>(0, filling + fillings_[document]), rank);
       budgets.push_back({rank, time_[rank] + filling * room_[rank], links_[rank],
                          load_[rank] + Scaled(Left(rank), permille), room_[rank] - room_[rank] / 32,
                          filling});
@@ -495,13 +520,13 @@ class Placer {
   const int32_t size_;  // of a node
   RankPieces ranks_;
   std::vector<int64_t> room_, time_, load_;  // of each rank; the load has its exchange, too
+  std::vector<int64_t> filling_;             // time that is expected of what will fill it
   std::vector<int64_t> left_;                // of each node: time until the target
   std::vector<LinkRows> links_;
   std::vector<Piece> whole_, gaps_;
-  // Tokens of padding and of the shortest documents, so many as fill ranks with parts of cut ones.
-  int64_t fillers_ = 0, reserved_ = 0;
-  size_t num_reserved_ = 0;                 // documents
-  int64_t filling_ = 0, mean_filling_ = 0;  // work of a token
+  std::vector<int64_t> fillers_;  // tokens of padding, and up to each whole one, shortest first
+  int64_t reserved_ = 0;          // so many of them, for ranks with parts of cut documents
+  int64_t mean_filling_ = 0;      // work of a token
   std::vector<int32_t> cut_;
   bool is_fit_ = true;
 };
@@ -510,23 +535,13 @@ class Placer {
 // rank is taken as that much more time, of which its exchange may hide a part.
 void BalanceTime(const PlacementProblem& problem, RankPieces* ranks) {
   PlacementProblem limited = problem;
-  const std::vector<LinkTimes> exchange = ExchangeTimes(problem, *ranks);
-  std::vector<int64_t> times(ranks->size());
-  Wide sum = 0;
-  for (size_t r = 0; r < ranks->size(); ++r) {
-    int64_t work = 0;
-    for (const Piece& piece : (*ranks)[r]) work += problem.Work(piece);
-    limited.limits[r] = work;
-    times[r] = StepTime(problem, problem.TimeOf(work, r), exchange[r]);
-    sum += times[r];
-  }
-  const auto mean = static_cast<int64_t>(sum / problem.num_ranks);
-  for (size_t r = 0; r < ranks->size(); ++r) {
-    const Wide left = Scaled(mean, kNearMean) - times[r];
-    limited.limits[r] += static_cast<int64_t>(left * problem.speeds[r] / problem.fastest_speed);
-  }
+  const std::vector<int64_t> times = StepTimes(problem, *ranks);
+  const Wide mean = std::accumulate(times.begin(), times.end(), Wide{0}) / problem.num_ranks;
   RankPieces cut(ranks->size());
   for (size_t r = 0; r < ranks->size(); ++r) {
+    const Wide left = Scaled(static_cast<int64_t>(mean), kNearMean) - times[r];
+    limited.limits[r] = problem.WorkOf((*ranks)[r]) +
+                        static_cast<int64_t>(left * problem.speeds[r] / problem.fastest_speed);
     std::vector<Piece> whole;
     for (const Piece& piece : (*ranks)[r]) {
       const bool is_whole = piece.num_tokens() == problem.lengths[piece.document];
@@ -543,18 +558,6 @@ void BalanceTime(const PlacementProblem& problem, RankPieces* ranks) {
 }
 
 }  // namespace
-
-std::vector<LinkTimes> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks) {
-  std::vector<LinkRows> links(ranks.size());
-  for (const Traffic& x : ListTraffic(problem, ranks)) {
-    const bool is_between = problem.NodeOf(x.source) != problem.NodeOf(x.target);
-    links[x.source].sent[is_between] += x.keys;
-    links[x.target].received[is_between] += x.keys;
-  }
-  std::vector<LinkTimes> times;
-  for (const LinkRows& x : links) times.push_back(x.Times(problem.key_time));
-  return times;
-}
 
 RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items, RankPieces best) {
   std::stable_sort(items.begin(), items.end(),
@@ -573,7 +576,7 @@ RankPieces PlaceByTime(const PlacementProblem& problem, std::vector<Piece> items
   int64_t low = mean, high = found[0].cost.excess + mean;
   Fillings fillings(problem.lengths.size());
   for (int64_t i = 0; i < kTargets; ++i) {
-    const int64_t middle = low + (high - low) / (high > 2 * low ? 4 : 2);
+    const int64_t middle = low + (high - low) / (high > 2 * low ? 4 : 3);
     Placer placer(problem, fillings, middle);
     const bool fits = placer.CutLong(items) && placer.MeanTime() <= middle;
     (fits ? high : low) = middle;

@@ -114,29 +114,33 @@ std::vector<Traffic> ListTraffic(const PlacementProblem& problem, const RankPiec
   return traffic;
 }
 
+std::vector<LinkRows> ListLinks(const PlacementProblem& problem, const RankPieces& ranks) {
+  std::vector<LinkRows> links(ranks.size());
+  for (const Traffic& x : ListTraffic(problem, ranks)) {
+    const bool is_between = problem.NodeOf(x.source) != problem.NodeOf(x.target);
+    links[x.source].sent[is_between] += x.keys;
+    links[x.target].received[is_between] += x.keys;
+  }
+  return links;
+}
+
 PlacementCost CostOf(const PlacementProblem& problem, const RankPieces& ranks) {
   PlacementCost cost;
   RankPieces sorted = ranks;
-  std::vector<LinkTimes> exchange(ranks.size());
-  if (problem.CountsTime()) exchange = ExchangeTimes(problem, ranks);
+  std::vector<LinkRows> links(ranks.size());
+  if (problem.CountsTime() || problem.HasNodes()) links = ListLinks(problem, ranks);
   for (size_t r = 0; r < sorted.size(); ++r) {
-    int64_t work = 0;
-    for (const Piece& piece : sorted[r]) work += problem.Work(piece);
+    const int64_t work = problem.WorkOf(sorted[r]);
     // A slow rank takes longer for the same excess.
     const Wide above = work - problem.limits[r];
     const auto late = static_cast<int64_t>(above * problem.fastest_speed / problem.speeds[r]);
-    const int64_t waits = problem.Waits(problem.TimeOf(work, r), exchange[r]);
-    cost.excess = std::max(cost.excess, late + waits);
+    const LinkTimes exchange = links[r].Times(problem.key_time);
+    cost.excess = std::max(cost.excess, late + problem.Waits(problem.TimeOf(work, r), exchange));
+    cost.between_nodes += links[r].received[1];
     cost.received_keys += ReceivedKeys(problem, &sorted[r]);
   }
   if (problem.HasCapacity()) {
     for (const Overflow& x : ListOverflows(problem, sorted)) cost.overflow += x.rows;
-  }
-  if (problem.HasNodes()) {
-    for (const Traffic& x : ListTraffic(problem, ranks)) {
-      const int32_t m = problem.ranks_per_node;
-      if (x.source / m != x.target / m) cost.between_nodes += x.keys;
-    }
   }
   return cost;
 }
@@ -539,6 +543,7 @@ constexpr int64_t kSeedsOfNodes = 2;  // of nodes, and of the ranks of each
 constexpr int64_t kRepairs = 4;
 constexpr int64_t kRepairsOfBlocks = 1;  // that fail: those of similar candidates will, too
 constexpr int64_t kFewRanks = 16;
+constexpr int64_t kFewChoices = 1 << 13;  // ranks times documents: all seeds are cheap
 constexpr int64_t kManyDocuments = 1 << 16;
 
 struct Candidate {
@@ -670,7 +675,8 @@ RankPieces PlaceDocuments(PlacementProblem problem) {
   if (problem.CountsTime()) {
     PlacementProblem by_work = problem;
     by_work.key_time = {};
-    by_work.most_seeds = 1;
+    const auto num_items = static_cast<int64_t>(items.size());
+    if (problem.num_ranks * num_items > kFewChoices) by_work.most_seeds = 1;
     return PlaceByTime(problem, items, PlaceDocuments(by_work));
   }
   Candidate best = Construct(problem, items);

@@ -71,8 +71,8 @@ struct Overflow {
 // The pieces of each rank are sorted and joined.
 std::vector<Overflow> ListOverflows(const PlacementProblem& problem, const RankPieces& ranks);
 
-// How long each rank sends or receives keys.
-std::vector<LinkTimes> ExchangeTimes(const PlacementProblem& problem, const RankPieces& ranks);
+// What each rank sends and receives.
+std::vector<LinkRows> ListLinks(const PlacementProblem& problem, const RankPieces& ranks);
 
 // The cost of an assignment, the most important part first. A rank receives a key only once.
 struct PlacementCost {

@@ -291,6 +291,11 @@ struct PlannerProblem {
     return table ? table->Pairs(document, piece.start, piece.end)
                  : pairs(piece.start, piece.end, lengths[document]);
   }
+  int64_t WorkOf(const std::vector<Piece>& pieces) const {
+    int64_t work = 0;
+    for (const Piece& piece : pieces) work += Work(piece);
+    return work;
+  }
   // The keys that queries from `start` on, and up to `end`, see.
   int64_t FirstKey(int32_t document, int64_t start) const {
     return table ? table->FirstKey(document, start) : pairs.FirstKey(start);

@@ -58,8 +58,7 @@ class RankLoads {
 
  private:
   void Count(int64_t rank) {
-    work_[rank] = 0;
-    for (const Piece& piece : ranks_[rank]) work_[rank] += problem_.Work(piece);
+    work_[rank] = problem_.WorkOf(ranks_[rank]);
     std::vector<Piece> pieces = ranks_[rank];
     rows_[rank] = ReceivedRows(problem_, &pieces);
   }
