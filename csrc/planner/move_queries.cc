@@ -336,8 +336,7 @@ void JoinLastParts(QueryShares* shares) {
 // beyond limits, the cost of movement.
 using Badness = std::tuple<int64_t, int64_t, int64_t>;
 
-constexpr int64_t kTolerances[] = {50'000,    120'000,   250'000,   500'000,
-                                   1'000'000, 2'000'000, 4'000'000, 8'000'000};
+constexpr int64_t kMostTolerance = 8'000'000;
 constexpr int64_t kPartOfSearch = 8;
 
 // Improves an assignment.
@@ -543,14 +542,26 @@ RankPieces Plan(const QueryProblem& problem) {
 // Ranks with more work than the tolerance allows move fewer rows: searches what takes least time.
 RankPieces PlanByTime(const QueryProblem& problem) {
   RankPieces best = Plan(problem);
+  if (problem.num_ranks == 1) return best;
   int64_t least = SlowestTime(problem, best);
-  for (int64_t tolerance_ppm : kTolerances) {
-    if (problem.num_ranks == 1 || tolerance_ppm <= problem.tolerance_ppm) continue;
+  const auto time_with = [&](int64_t tolerance_ppm) {
     QueryProblem other = problem;
     other.tolerance_ppm = tolerance_ppm;
     RankPieces ranks = BestOfTwo(other, kPartOfSearch).second;
+    if (!HaveRoom(problem, ranks)) return problem.kNoLimit;
     const int64_t time = SlowestTime(problem, ranks);
-    if (time < least && HaveRoom(problem, ranks)) least = time, best = std::move(ranks);
+    if (time < least) least = time, best = std::move(ranks);
+    return time;
+  };
+  // Large ones are found soonest.
+  int64_t last = problem.kNoLimit;
+  for (int64_t ppm = kMostTolerance; ppm > problem.tolerance_ppm; ppm /= 2) {
+    const int64_t time = time_with(ppm);
+    if (time > last) {
+      for (int64_t between : {ppm / 2 * 3, ppm * 3}) time_with(between);
+      break;
+    }
+    last = time;
   }
   return best;
 }
