@@ -316,14 +316,14 @@ def test_a_part_of_a_document_needs_all_its_keys():
 # ---- The time of the slowest rank.
 
 
-def times_on(rows, pairs, slower=1):
+def times_on(rows, pairs, slower: float = 1):
     """The times of ranks forward: 32 query and 8 KV heads of 128, bfloat16, H100s, slower links."""
     row_seconds = (slower * 4096 / 376e9, slower * 4096 / 50e9)
     pair_seconds = 4 * 32 * 128 / 600e12
     return times_of_ranks(rows, pairs, pair_seconds=pair_seconds, row_seconds=row_seconds, size=8)
 
 
-def times_of_placement(placement, lengths, ranks, backward=False, slower=1):
+def times_of_placement(placement, lengths, ranks, backward=False, slower: float = 1):
     """The time of each rank; heads move in two parts, so half of an exchange may be hidden."""
     rank_of_token = placement.inverse[: sum(lengths)] // TOKENS
     work, exchange = times_on(*rows_and_pairs(lengths, rank_of_token, ranks), slower)
